@@ -37,25 +37,37 @@ template <typename Kernel> bool waits_for_kernel_before(Kernel kernel) {
   return attributes.ptxVersion >= 90;
 }
 
+struct Grid {
+  unsigned ctas, cluster = 1;  // CTAs in all, and of a cluster
+  Grid(unsigned ctas, unsigned cluster = 1) : ctas(ctas), cluster(cluster) {}
+};
+
 // Launches a kernel that calls wait_for_kernel_before() on the device of `on`; `early` where it may begin before the kernel before it has
 // ended.
 template <typename... Parameters, typename... Arguments>
 void launch_early(
-    bool early, void (*kernel)(Parameters...), unsigned ctas, int threads, size_t shared_bytes, const Tensor& on,
+    bool early, void (*kernel)(Parameters...), Grid grid, int threads, size_t shared_bytes, const Tensor& on,
     const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(ctas);
+  config.attrs = attributes;
+  if (grid.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {grid.cluster, 1, 1};
+  }
+  config.gridDim = dim3(grid.ctas);
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = current_stream(on);
   // Asked for once for all kernels with these parameters, because the files of the extension are compiled for the same devices.
   const bool waits =
       early && once_per_device(on.get_device_index(), [=](int) { return waits_for_kernel_before(kernel) ? 2 : 1; }) == 2;
-  config.attrs = &attribute;
-  config.numAttrs = waits ? 1 : 0;
+  if (waits) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 

@@ -480,8 +480,9 @@ def rows_in_use(name, arguments, results):
     base = name.removesuffix("_by_host")
     if base == "gmm" and not arguments[3]:
         return [results[0][:int(arguments[2].sum())]]
-    if base in ("expert_mlp", "expert_mlp_low_rank"):  # of the second the last of three is x @ A1.T
-        return [results[0], *(t[:int(arguments[4].sum())] for t in results[1:4]), *results[4:]]
+    if base in ("expert_mlp", "expert_mlp_low_rank"):  # of the second the last two of four are x @ A1.T and a @ A2.T
+        of_rows = 5 if base == "expert_mlp_low_rank" else 4
+        return [results[0], *(t[:int(arguments[4].sum())] for t in results[1:of_rows]), *results[of_rows:]]
     if base == "mask_rows":
         return [results[0], *results[2:]]  # of a ragged map only the entries that are in use count
     return results

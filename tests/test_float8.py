@@ -505,6 +505,24 @@ def test_the_activations_gradient_is_quantized_as_it_is_stored(dtype, power_2_sc
     if glu:
         assert torch.equal(dg, expected_dg)
         assert_same_numbers(scaled_dg, float8.quantize_rows(dg, power_2_scale))
+        d = hard_rows(9, 144, dtype)
+        in_pairs = launch.activate_backward_scaled(h, g, d, slots, weights, "silu", power_2_scale, True)
+        assert_are_pairs(in_pairs, d, (expected_a, dh, dg, expected_dweights, scaled_dh, scaled_dg))
+
+
+def assert_are_pairs(got, d, expected):
+    """Of activate_backward_scaled with in_pairs, whose d this is: what it returns without, and dh in d."""
+    a, dh, dg, dweights, scaled_dh, scaled_dg = expected
+    got_a, pairs, got_dweights, *scaled = got
+    assert got_a is d and pairs.shape == (d.size(0), 2 * d.size(1)) and pairs.is_contiguous()
+    for one, other in ((got_a, a), (pairs[:, ::2].contiguous(), dh), (pairs[:, 1::2].contiguous(), dg)):
+        assert_same_bits(one, other)
+    assert (got_dweights is None) == (dweights is None)
+    if dweights is not None:
+        assert_same_bits(got_dweights, dweights)
+    for one, other in zip(scaled, (scaled_dh, scaled_dg)):
+        assert_same_bits(one.values_PK, other.values_PK)
+        assert_same_bits(one.scales_PC, other.scales_PC)
 
 
 # ------------------------------------------------------------------------------------------------------------ the kernels
@@ -617,6 +635,11 @@ def test_kernel_of_the_activations_gradient(dtype, power_2_scale, columns, glu, 
         without_slot = scaled[0].scales_PC[[3, 4, rows - 5]]
         assert (without_slot == 1).all() and not scaled[0].values_PK[[3, 4, rows - 5]].view(torch.uint8).any()
         assert torch.isnan(scaled[0].scales_PC[31, 0]) and torch.isnan(scaled[0].scales_PC[32, -1])
+        if glu:
+            exact_inputs.poison("cuda")
+            in_place = d.clone()
+            in_pairs = launch.activate_backward_scaled(h, g, in_place, slots, weights, activation, power_2_scale, True)
+            assert_are_pairs(in_pairs, in_place, (a, dh_16, dg, dweights, *scaled))
 
 
 @pytest.mark.gpu
@@ -665,6 +688,19 @@ def test_the_activations_gradient_in_k_blocks_is_that_of_separate_steps(device, 
         for of_rows, alone in zip(got[4:], expected[4:]):
             if of_rows is not None:
                 assert_same_numbers(of_rows, ScaledRows(alone.values_PK.cpu(), alone.scales_PC.cpu()), slice(in_use))
+        if glu:
+            exact_inputs.poison(device)
+            in_pairs = launch.activate_backward_k_blocks(h, g, d.clone(), slots, weighted, sizes, activation, power_2_scale, True)
+            assert in_pairs[2] is None and in_pairs[1].values_BKR.is_contiguous() and in_pairs[1].scales_BK.is_contiguous()
+            for first, alone in enumerate(expected[1:3]):
+                half = ScaledKBlocks(in_pairs[1].values_BKR[:, first::2], in_pairs[1].scales_BK[:, first::2], in_pairs[1].filled_rows_E)
+                assert_same_k_blocks(half, ScaledKBlocks(alone.values_BKR.cpu(), alone.scales_BK.cpu(), alone.filled_rows_E.cpu()))
+            assert_same_k_blocks(in_pairs[0], ScaledKBlocks(got[0].values_BKR.cpu(), got[0].scales_BK.cpu(), got[0].filled_rows_E.cpu()))
+            for of_rows, alone in zip(in_pairs[4:], expected[4:]):
+                assert_same_numbers(of_rows, ScaledRows(alone.values_PK.cpu(), alone.scales_PC.cpu()), slice(in_use))
+            if weighted is not None:
+                moderate = d.float().abs().amax(1) < 1e4
+                assert torch.equal(in_pairs[3][moderate], got[3][moderate])
 
 
 @pytest.mark.gpu

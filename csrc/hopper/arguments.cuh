@@ -12,14 +12,16 @@
 #include "../activation_formulas.cuh"
 #include "../common.cuh"
 #include "../group_sizes.cuh"
+#include "../pitch.cuh"
 #include "../places.cuh"
 
 namespace gbmoe::hopper {
 
 struct TensorMaps {
-  // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu, and that of the second output under
-  // kTransposedOut. Of scaled operands, k-grouped, the second ones are those of the scales.
-  CUtensorMap a[2], b[2];
+  // One for each pair of operands that is summed. Under EpilogueKind::kGlu b's are w1, v1, and of the second pair what is added to h's
+  // sums and to g's. Under kTransposedOut the second of b's is that of the second output. Of scaled operands, k-grouped, the second ones
+  // are those of the scales.
+  CUtensorMap a[3], b[4];
   // Under EpilogueKind::kActivationBackward those of h and g, or of their pairs, which are prefetched.
   CUtensorMap out[3];
 };
@@ -49,9 +51,11 @@ struct Arguments {
   // begin at second_n, else INT_MAX, and tiled_n is second_n + size_n.
   int tiled_n, second_n;
   int size_m;              // M, k-grouped
+  Pitch out_pitch;  // scaled operands, k-grouped: of the output
   bool adds;  // k-grouped kStore: to what the output has, which groups without rows leave as it is
   // m-grouped: those of the first pair of operands, and of all pairs, which is 0 until the launch where each has k_blocks.
   int k_blocks, sum_k_blocks;
+  int third_k_block;  // m-grouped: the number of the k-block with which the third pair begins, INT_MAX where there is none
   int operand_pairs;       // that are summed
   int panel_tiles;         // the most tiles along M that are walked before the next along N
   // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.

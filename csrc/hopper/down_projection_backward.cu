@@ -48,7 +48,7 @@ struct DownBackward {
     maps.a[0] = map_of_a(dz, tiles);
     args.places = places_of(name, places, args.groups);
     maps.b[0] = weight_map(w2, static_cast<int>(tiles.tile_n), args.places);
-    set_second_pair(name, maps, args, a2, b2, 2, contiguous_along_n(w2), a.size(1), tiles);
+    FurtherPairs{name, 2, contiguous_along_n(w2), a.size(1), tiles}.add_second(maps, args, a2, b2);
     maps.out[0] = tensor_map(h, kBoxOut);
   }
 

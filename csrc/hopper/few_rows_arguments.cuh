@@ -10,7 +10,8 @@
 
 namespace gbmoe::hopper::few_rows {
 
-constexpr int kRows = 32, kColumns = 64;  // of a tile; in a GLU half of the columns are w1's and half are v1's
+// Of a tile. In a GLU half of the columns are w1's and half are v1's; where both lie transposed, two CTAs have these of two tiles.
+constexpr int kRows = 32, kColumns = 64;
 constexpr int kConsumers = 128, kThreads = kConsumers + 64;
 constexpr int kBlocks = 2, kStageK = kBlocks * kBlockK;  // k-blocks of a stage, and their terms
 constexpr uint32_t kBlockBytes = kSubtileBytes + kRows * kLineBytes, kStageBytes = kBlocks * kBlockBytes;
@@ -32,6 +33,7 @@ struct Arguments {
   int tokens, top_k;
   bool padded;  // rows without a token may end a group
   int size_n, size_k;
+  int tiles_n;  // an even number where two CTAs have tiles together
   bool paired;  // where kTransposed, in a GLU: weights are [K,2N], columns of w1 and v1 in turns
   Bias bias[2];  // the second is v1's
   ActivationOf activation;

@@ -28,9 +28,8 @@ few::Arguments arguments(const char* name, const Tensor& x, const std::optional<
 }
 
 // Memory is read a line at a time: with two at a time GEMMs were up to 8 % slower on an H200.
-CUtensorMap map_of_weights(
-    const Tensor& weights, int lines, const Places& places, bool transposed = false, uint32_t box_bytes = kLineBytes) {
-  return tensor_map(weights, lines, box_bytes, kOneLine, transposed, &places);
+CUtensorMap map_of_weights(const Tensor& weights, int lines, const Places& places, bool transposed = false) {
+  return tensor_map(weights, lines, kLineBytes, kOneLine, transposed, &places);
 }
 
 // Shared memory of a multiprocessor, on which each CTA takes 1 KiB more than it asks for; and what a CTA may have.
@@ -59,16 +58,19 @@ int stages(few::Arguments args, int64_t ctas, int device) {
   return args.stages;
 }
 
+// `together`: CTAs of a cluster, which have as many tiles of `columns` columns together.
 template <typename T, bool kTransposed, EpilogueKind kEpilogue> void launch(
-    const few::Maps& maps, few::Arguments args, int columns, const Tensor& on) {
+    const few::Maps& maps, few::Arguments args, int columns, const Tensor& on, int together = 1) {
   // Each group with rows may have a tile that is not full.
   const int64_t tiles_of_rows = int64_t{std::min(args.groups, args.rows)} + args.rows / few::kRows;
-  const int64_t ctas = ceil_div(args.size_n, columns) * tiles_of_rows;
+  args.tiles_n = ceil_div(args.size_n, columns * together) * together;
+  const int64_t ctas = args.tiles_n * tiles_of_rows;
   STD_TORCH_CHECK(ctas <= INT32_MAX, "hopper_few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   args.stages = stages(args, ctas, on.get_device_index());
   constexpr auto kernel = few::few_rows_kernel<T, kTransposed, kEpilogue>;
   allow_dynamic_shared_memory<kernel>(on.get_device_index());
-  launch_early(true, kernel, static_cast<unsigned>(ctas), few::kThreads, args.shared_bytes(), on, maps, args);
+  const Grid grid{static_cast<unsigned>(ctas), static_cast<unsigned>(together)};
+  launch_early(true, kernel, grid, few::kThreads, args.shared_bytes(), on, maps, args);
 }
 
 }  // namespace
@@ -115,14 +117,13 @@ void hopper_few_rows_up(
   const int columns = glu ? few::kColumns / 2 : few::kColumns;
   // Boxes of weights that lie transposed are a k-block of lines.
   const int lines = transposed ? kBlockK : columns;
-  const uint32_t box_bytes = transposed && v1 ? kLineBytes / 2 : kLineBytes;
   args.places = places_of("hopper_few_rows_up", places, args.groups);
   few::Maps maps{};
   maps.rows = line_map(x, kOneLine);
-  maps.weights[0] = map_of_weights(w1, lines, args.places, transposed, box_bytes);
-  if (v1) maps.weights[1] = map_of_weights(*v1, lines, args.places, transposed, box_bytes);
+  maps.weights[0] = map_of_weights(w1, lines, args.places, transposed);
+  if (v1) maps.weights[1] = map_of_weights(*v1, lines, args.places, transposed);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "hopper_few_rows_up", {
-    if (transposed && glu) launch<T, true, EpilogueKind::kGlu>(maps, args, columns, x);
+    if (transposed && glu) launch<T, true, EpilogueKind::kGlu>(maps, args, columns, x, args.paired ? 1 : 2);
     else if (transposed) launch<T, true, EpilogueKind::kActivation>(maps, args, columns, x);
     else if (glu) launch<T, false, EpilogueKind::kGlu>(maps, args, columns, x);
     else launch<T, false, EpilogueKind::kActivation>(maps, args, columns, x);

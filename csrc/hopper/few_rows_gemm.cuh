@@ -10,8 +10,10 @@
 // sums, and on Hopper of those in tensor_core/ (docs/numerics.md).
 //
 // Shared memory: stages [k-block: weights, 64 lines, and rows, 32 lines], of which the first holds the results in the end; the rows' tokens;
-// and the barriers of stages, full and empty. A line of weights has 64 elements under the 128-byte swizzle. Where w1 and v1 are two tensors
-// that lie transposed, each has 64 lines of 32 elements under the 64-byte swizzle: wgmma finds its 64 rows in two runs of 32.
+// and the barriers of stages, full and empty. A line of weights has 64 elements under the 128-byte swizzle.
+//
+// Where w1 and v1 are two tensors that lie transposed, 32 columns of each would be lines of half as many bytes. So two CTAs of a cluster
+// share 64 columns: one multiplies w1's, and one v1's. Then each sends the sums of 32 columns to the other, and stores the other 32.
 //
 // Legend: out [P,N] = x [P,K] @ b[e]; b[e] is [N,K], or [K,N] where kTransposed; E groups (experts), P rows of all groups.
 
@@ -22,13 +24,21 @@
 
 namespace gbmoe::hopper::few_rows {
 
+// Whether two CTAs of a cluster have a tile together.
+template <bool kTransposed, bool kGlu> __device__ __forceinline__ bool in_two_ctas(const Arguments& args) {
+  return kTransposed && kGlu && !args.paired;
+}
+// Which of the two: it multiplies w1's columns (0) or v1's, and stores the first half of them or the second.
+__device__ __forceinline__ int own_half() { return blockIdx.x % 2; }
+
 // Loads the weights of columns n and those after it, without waiting for the kernel before this one.
 template <bool kTransposed, bool kGlu>
 __device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& args, uint32_t shared, int group, int n) {
   if (!elect_one()) return;
-  const bool two = kGlu && !(kTransposed && args.paired);
-  const int place = args.places.of(group), place_of_v1 = two ? args.places.of(group, 1) : 0;
-  if (kGlu && !two) n *= 2;
+  constexpr bool kTwo = kGlu && !kTransposed;
+  const int which = in_two_ctas<kTransposed, kGlu>(args) ? own_half() : 0;
+  const int place = args.places.of(group, which), place_of_v1 = kTwo ? args.places.of(group, 1) : 0;
+  if (kTransposed && kGlu) n = args.paired ? 2 * n : n - which * kColumns / 2;
   PipelineState pipe;
 #pragma unroll 1
   for (int begin = 0; begin < args.size_k; begin += kStageK) {
@@ -41,8 +51,8 @@ __device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& 
       const uint32_t to = shared + pipe.stage * kStageBytes + i * kBlockBytes;
       const int k = begin + i * kBlockK;
       const int x = kTransposed ? n : k, y = kTransposed ? k : n;
-      tma_load(&maps.weights[0], full, to, x, y, place);
-      if (two) tma_load(&maps.weights[1], full, to + kSubtileBytes / 2, x, y, place_of_v1);
+      tma_load(&maps.weights[which], full, to, x, y, place);
+      if (kTwo) tma_load(&maps.weights[1], full, to + kSubtileBytes / 2, x, y, place_of_v1);
     }
     pipe.advance(args.stages);
   }
@@ -82,11 +92,9 @@ __device__ __forceinline__ void load_rows(const Maps& maps, const Arguments& arg
 
 // The sums of a tile, of columns by rows, by one warpgroup. It waits for each k-block's products, because ptxas puts a wait after
 // every wgmma of a loop that leaves some under way here; other CTAs use the time.
-template <typename T, bool kTransposed, bool kGlu>
+template <typename T, bool kTransposed>
 __device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared, float (&sums)[kRows / 2]) {
-  constexpr uint32_t kRowStep = 32;
-  const bool two = kTransposed && kGlu && !args.paired;
-  const uint32_t step_bytes = !kTransposed ? 32 : two ? 16 * kLineBytes / 2 : 16 * kLineBytes;  // from 16 terms to the next
+  constexpr uint32_t kRowStep = 32, kStep = kTransposed ? 16 * kLineBytes : 32;  // bytes from 16 terms to the next
   PipelineState pipe;
 #pragma unroll 1
   for (int begin = 0; begin < args.size_k; begin += kStageK) {
@@ -95,14 +103,13 @@ __device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared,
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
       const uint32_t block = shared + pipe.stage * kStageBytes + i * kBlockBytes;
-      const uint64_t weights = two ? wgmma_descriptor(block, kSubtileBytes / 2, kSwizzleAtomBytes / 2, kSwizzle64)
-                                   : wgmma_descriptor(block, kSubtileBytes, kSwizzleAtomBytes);
+      const uint64_t weights = wgmma_descriptor(block, kSubtileBytes, kSwizzleAtomBytes);
       const uint64_t rows = wgmma_descriptor(block + kSubtileBytes, kSubtileBytes, kSwizzleAtomBytes);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kBlockK / 16; ++step)
         wgmma<T, kTransposed, false>(
-            sums, weights + (step * step_bytes >> 4), rows + (step * kRowStep >> 4), step > 0 || i > 0 || begin > 0);
+            sums, weights + (step * kStep >> 4), rows + (step * kRowStep >> 4), step > 0 || i > 0 || begin > 0);
       wgmma_commit();
       wgmma_wait<0>();
     }
@@ -124,7 +131,7 @@ __device__ __forceinline__ void keep_sums(
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int multiplied = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i * 8, half = kColumns / 2;
-    columns[i] = kTransposed && kGlu && args.paired ? multiplied / 2 + multiplied % 2 * half : multiplied;
+    columns[i] = kTransposed && kGlu ? multiplied / 2 + multiplied % 2 * half : multiplied;
     const bool of_v1 = kGlu && columns[i] >= half;
     biases[i] = bias_at<T>(args.bias[of_v1], group, n + columns[i] - (of_v1 ? half : 0), args.size_n);
   }
@@ -133,6 +140,29 @@ __device__ __forceinline__ void keep_sums(
   for (int i = 0; i < kRows / 2; ++i)
     results[row + i / 4 * 8 + i % 2][columns[i / 2 % 2]] = narrow<T>(sums[i] + biases[i / 2 % 2]);
   named_barrier_sync(1, kConsumers);
+}
+
+// The same of two CTAs, of which each has the sums of 64 columns of w1 or of v1, those from n on, of `rows` rows. The 32 columns that a CTA
+// stores come from both, and are complete when this returns. The cluster's barrier waits for no warps that have ended, as those that load do.
+template <typename T>
+__device__ __forceinline__ void exchange_sums(
+    const Arguments& args, uint32_t results, const float (&sums)[kRows / 2], int rows, int group, int n) {
+  const int half = kColumns / 2, of_v1 = own_half(), row = threadIdx.x % 4 * 2;
+  const int multiplied = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;  // and 8 after it, in the same half
+  float biases[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) biases[i] = bias_at<T>(args.bias[of_v1], group, n + multiplied + i * 8, args.size_n);
+  __syncwarp();
+  cluster_sync();  // until both have multiplied what lay there
+  const uint32_t line = shared_address_in_cta(results, multiplied / half) + (of_v1 * half + multiplied % half) * sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kRows / 2; ++i) {
+    const int of = row + i / 4 * 8 + i % 2;
+    const uint32_t to = line + (of * kResultColumns + i / 2 % 2 * 8) * sizeof(T);
+    if (of < rows) store_shared_of_cluster(to, narrow<T>(sums[i] + biases[i / 2 % 2]));
+  }
+  __syncwarp();
+  cluster_sync();
 }
 
 // What one thread does ahead of all else.
@@ -162,8 +192,8 @@ __global__ void __launch_bounds__(kThreads, kMostCtas)
     wait_for_kernel_before();
     if (args.next_begins_early) let_next_kernel_begin();
   }
-  const int tiles_n = ceil_div(args.size_n, kTileN), n = blockIdx.x % tiles_n * kTileN;
-  const Rows rows = find_rows(args, blockIdx.x / tiles_n);
+  const int n = blockIdx.x % args.tiles_n * kTileN;
+  const Rows rows = find_rows(args, blockIdx.x / args.tiles_n);
   Rows summed = rows;  // without rows at the end that are zeros
   if (args.padded && rows.count > 0) summed.count = rows_up_to_last_token(args, rows);
   __syncthreads();
@@ -177,8 +207,12 @@ __global__ void __launch_bounds__(kThreads, kMostCtas)
     T(*results)[kResultColumns] = reinterpret_cast<T(*)[kResultColumns]>(shared_bytes);
     if (summed.count > 0) {
       float sums[kRows / 2];
-      multiply<T, kTransposed, kGlu>(args, shared, sums);
-      keep_sums<T, kTransposed, kGlu>(args, results, sums, rows.group, n);
+      multiply<T, kTransposed>(args, shared, sums);
+      if (in_two_ctas<kTransposed, kGlu>(args)) {
+        exchange_sums<T>(args, shared, sums, summed.count, rows.group, n - own_half() * kTileN);
+      } else {
+        keep_sums<T, kTransposed, kGlu>(args, results, sums, rows.group, n);
+      }
     }
     store_few_rows<T, kEpilogue != EpilogueKind::kStore, kGlu>(
         args.out, args.activation, rows.first, rows.count, args.size_n, n, kTileN, args.step, kConsumers,

@@ -55,13 +55,13 @@ bool hopper_built() {
 #endif
 }
 
-// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; without sizes one
-// group has all rows; a2 has an inner dimension of its own. places are those of b, or of b and b2. out is of their dtype, or with
-// trans_b, in square tiles and no cluster, fp32
+// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e] (+ a3[rows of e] @ b3[e])); b [E,K,N], or [E,N,K] with trans_b; without
+// sizes one group has all rows; a2 and a3 have inner dimensions of their own. places are those of b, or of b and b2. out is of their dtype,
+// or with trans_b, of at most two pairs, in square tiles and no cluster, fp32
 void hopper_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places,
-    std::optional<Tensor> sizes, bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace,
-    std::vector<double> splitting, Tensor out) {
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> a3, std::optional<Tensor> b3,
+    std::vector<int64_t> places, std::optional<Tensor> sizes, bool trans_b, std::vector<int64_t> tiling,
+    std::optional<Tensor> workspace, std::vector<double> splitting, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiles = tiling_of(tiling);
@@ -73,9 +73,11 @@ void hopper_rows(
   TensorMaps maps{};
   maps.a[0] = map_of_a(a, tiles);
   maps.b[0] = map_of_b(b, trans_b, static_cast<int>(tiles.tile_n), args.places);
-  set_second_pair("hopper_rows", maps, args, a2, b2, trans_b ? 2 : 1, !trans_b, out.size(1), tiles);
+  const FurtherPairs further{"hopper_rows", trans_b ? 2 : 1, !trans_b, out.size(1), tiles};
+  further.add_second(maps, args, a2, b2);
+  further.add_third(maps, args, a3, b3);
   const bool to_float = out.scalar_type() == ScalarType::Float;  // a router's logits, which are not rounded
-  if (to_float && !(trans_b && tiles.is(kSquareTileN, 1, 1))) tiles.refuse("hopper_rows in fp32");
+  if (to_float && (a3 || !(trans_b && tiles.is(kSquareTileN, 1, 1)))) tiles.refuse("hopper_rows in fp32");
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows", {
     if (to_float) launch<FloatRowsSettings<T>>(maps, args, balancing, a);
@@ -102,7 +104,7 @@ void hopper_rows_biased(
   maps.a[0] = map_of_a(a, tiles);
   args.places = places_of("hopper_rows_biased", places, args.groups);
   maps.b[0] = map_of_b(b, trans_b, kWideTileN, args.places);
-  set_second_pair("hopper_rows_biased", maps, args, a2, b2, trans_b ? 2 : 1, !trans_b, out.size(1), tiles);
+  FurtherPairs{"hopper_rows_biased", trans_b ? 2 : 1, !trans_b, out.size(1), tiles}.add_second(maps, args, a2, b2);
   maps.out[0] = tensor_map(out, kBoxOut);
   const Balancing balancing{workspace, splitting_of(splitting)};
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows_biased", {
@@ -114,8 +116,8 @@ void hopper_rows_biased(
 GBMOE_OPERATOR_WITHOUT_TENSORS(hopper_built, "() -> bool");
 GBMOE_OPERATOR(
     hopper_rows,
-    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
-    "workspace, float[] splitting, Tensor(b!) out) -> ()");
+    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? a3, Tensor? b3, int[] places, Tensor? sizes, bool trans_b, "
+    "int[] tiling, Tensor(a!)? workspace, float[] splitting, Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(
     hopper_rows_biased,
     "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, "

@@ -23,7 +23,7 @@ inline Arguments arguments(const std::optional<Tensor>& sizes, int64_t rows, int
   args.groups = sizes ? static_cast<int>(sizes->numel()) : 1;
   args.rows = static_cast<int>(rows);
   args.size_n = args.tiled_n = static_cast<int>(columns);
-  args.second_n = INT_MAX;
+  args.second_n = args.third_k_block = INT_MAX;
   args.operand_pairs = 1;
   args.panel_tiles = static_cast<int>(tiling.panel);
   args.even_panels = tiling.even_panels;
@@ -51,32 +51,71 @@ inline CUtensorMap map_of_a(const Tensor& a, const Tiling& tiling) {
   return tensor_map(a, tiling.cluster_n == 2 ? kTileM / 2 : kTileM);
 }
 
-// A second pair of operands, whose product is added to the first one's before the sum is rounded: a2 [P,K2] and b2, [E,N,K2] where `k` is
-// 2, or [E,K2,N] where it is 1, contiguous along N where b is. args has the first pair's k-blocks. K2 is a length of its own: TMA fills
-// what lies beyond it with zeros.
-inline void set_second_pair(
-    const char* name, TensorMaps& maps, Arguments& args, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2, int k,
-    bool along_n, int64_t columns, const Tiling& tiling) {
-  STD_TORCH_CHECK(a2.has_value() == b2.has_value(), name, ": expected a2 and b2, or neither");
-  if (!a2) return;
-  STD_TORCH_CHECK(a2->dim() == 2 && a2->size(0) == args.rows, name, ": expected a2 with ", args.rows, " rows, got ", a2->size(0));
+// Further pairs of operands, whose products are added to the first one's before the sum is rounded: a [P,K2] and b, [E,N,K2] where `k` is
+// 2, or [E,K2,N] where it is 1, contiguous along N where the first b is. K2 is a length of its own: TMA fills what lies beyond it with
+// zeros. `number` is 2 or 3, of arguments a2 and b2, or a3 and b3.
+struct FurtherPairs {
+  const char* name;
+  int k;
+  bool along_n;
+  int64_t columns;
+  const Tiling& tiling;
+
+  // Takes a, and its k-blocks after those that args has.
+  void add_a(TensorMaps& maps, Arguments& args, const Tensor& a, int number) const {
+    STD_TORCH_CHECK(
+        a.dim() == 2 && a.size(0) == args.rows, name, ": expected a", number, " with ", args.rows, " rows, got ", a.size(0));
+    if (args.sum_k_blocks == 0) args.sum_k_blocks = args.k_blocks;
+    if (number == 3) args.third_k_block = args.sum_k_blocks;
+    args.sum_k_blocks += ceil_div(static_cast<int>(a.size(1)), kBlockK);
+    args.operand_pairs = number;
+    maps.a[number - 1] = map_of_a(a, tiling);
+  }
+
+  // The map of `b`, of which errors say `argument`. `places`: of a matrix of a list; of a stack null.
+  CUtensorMap map_of(const Arguments& args, const Tensor& a, const Tensor& b, const char* argument, const Places* places) const {
+    const bool fits = b.dim() == 3 && (places || b.size(0) == args.groups) && b.size(k) == a.size(1) && b.size(3 - k) == columns;
+    STD_TORCH_CHECK(
+        fits, name, ": expected ", argument, " with ", args.groups, " groups, ", columns, " columns and an inner dimension of ",
+        a.size(1), ", got [", b.size(0), ",", b.size(1), ",", b.size(b.dim() - 1), "]");
+    STD_TORCH_CHECK(
+        b.stride(along_n ? 3 - k : k) == 1, name, ": expected ", argument, " contiguous along ", along_n ? "N" : "K",
+        ", as b is");
+    const int box = along_n ? kBoxContiguousMN : box_of_b(static_cast<int>(tiling.tile_n));
+    return tensor_map(b, box, kLineBytes, kTwoLines, along_n == (k == 2), places);
+  }
+
   // A table holds b2 as well where it is a matrix of a list, as b is. A stack is no part of it.
-  const bool of_table = args.places.count > 0 && args.groups > 1 && b2->dim() == 3 && b2->size(0) == 1;
-  if (!of_table) args.places.second = kStack;
-  const bool fits =
-      b2->dim() == 3 && (of_table || b2->size(0) == args.groups) && b2->size(k) == a2->size(1) && b2->size(3 - k) == columns;
-  STD_TORCH_CHECK(
-      fits, name, ": expected b2 with ", args.groups, " groups, ", columns, " columns and a2's inner dimension of ", a2->size(1),
-      ", got [", b2->size(0), ",", b2->size(1), ",", b2->size(b2->dim() - 1), "]");
-  STD_TORCH_CHECK(
-      b2->stride(along_n ? 3 - k : k) == 1, name, ": expected b2 contiguous along ", along_n ? "N" : "K", ", as b is");
-  args.operand_pairs = 2;
-  args.sum_k_blocks = args.k_blocks + ceil_div(static_cast<int>(a2->size(1)), kBlockK);
-  const bool transposed = along_n == (k == 2);
-  const int box = along_n ? kBoxContiguousMN : box_of_b(static_cast<int>(tiling.tile_n));
-  maps.a[1] = map_of_a(*a2, tiling);
-  maps.b[1] = tensor_map(*b2, box, kLineBytes, kTwoLines, transposed, of_table ? &args.places : nullptr);
-}
+  void add_second(TensorMaps& maps, Arguments& args, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2) const {
+    STD_TORCH_CHECK(a2.has_value() == b2.has_value(), name, ": expected a2 and b2, or neither");
+    if (!a2) return;
+    add_a(maps, args, *a2, 2);
+    const bool of_table = args.places.count > 0 && args.groups > 1 && b2->dim() == 3 && b2->size(0) == 1;
+    if (!of_table) args.places.second = kStack;
+    maps.b[1] = map_of(args, *a2, *b2, "b2", of_table ? &args.places : nullptr);
+  }
+
+  // After add_second; b3 is a stack. For instances with kThreePairs.
+  void add_third(TensorMaps& maps, Arguments& args, const std::optional<Tensor>& a3, const std::optional<Tensor>& b3) const {
+    STD_TORCH_CHECK(a3.has_value() == b3.has_value(), name, ": expected a3 and b3, or neither");
+    if (!a3) return;
+    STD_TORCH_CHECK(args.operand_pairs == 2, name, ": expected a2 and b2 where there are a3 and b3");
+    add_a(maps, args, *a3, 3);
+    maps.b[2] = map_of(args, *a3, *b3, "b3", nullptr);
+  }
+
+  // Of kGlu, where h's sums and g's have a b each, both stacks. For instances with kGluOfTwoPairs.
+  void add_second_of_glu(
+      TensorMaps& maps, Arguments& args, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2,
+      const std::optional<Tensor>& v2) const {
+    STD_TORCH_CHECK(
+        a2.has_value() == b2.has_value() && a2.has_value() == v2.has_value(), name, ": expected a2, b2 and v2, or none of them");
+    if (!a2) return;
+    add_a(maps, args, *a2, 2);
+    maps.b[2] = map_of(args, *a2, *b2, "b2", nullptr);
+    maps.b[3] = map_of(args, *a2, *v2, "v2", nullptr);
+  }
+};
 
 // Makes the GEMM's balanced schedule in this workspace, ahead of the launch.
 template <typename Traits>

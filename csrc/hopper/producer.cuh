@@ -35,7 +35,8 @@ template <typename Traits> struct Producer {
       if (schedules && !kCopiesOfK) sender.send(shared);  // one ahead
       const int k_blocks = kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks;
       // Where the group's matrices of both b are: looked up once a tile, so that the loop is no longer for it.
-      const int place = kGroupedK ? 0 : args.places.of(tile.group), place2 = kGroupedK ? 0 : args.places.of(tile.group, 1);
+      PlacesOfTile places{};
+      if constexpr (!kGroupedK) places = {args.places.of(tile.group), args.places.of(tile.group, 1), tile.group};
       typename Gather::Rows rows;
       if constexpr (kCopies && !kGroupedK) rows = Gather::rows_of_tile(args, tile);
       int slot = kCopiesOfK ? Gather::slot_in_k_block(args, tile, 0) : 0;
@@ -50,8 +51,16 @@ template <typename Traits> struct Producer {
           mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
           const uint32_t arrived = full + pipe.stage * 8, a = shared + pipe.stage * Traits::kStageBytes, b = a + kStageBytesA;
           const int k_block = tile.k_block + i;
-          const int pair = kGroupedK ? Traits::kTransposedOut && tile.n >= args.second_n : k_block >= args.k_blocks;
-          const int k = kGroupedK ? tile.row + i * kBlockK : (k_block - pair * args.k_blocks) * kBlockK;
+          int pair, k;
+          if constexpr (kGroupedK) {
+            pair = Traits::kTransposedOut && tile.n >= args.second_n;
+            k = tile.row + i * kBlockK;
+          } else {
+            // Any pair may be the longest, so that a k-block says nothing of its pair but by where pairs begin.
+            const bool second = k_block >= args.k_blocks, third = Traits::kThreePairs && k_block >= args.third_k_block;
+            pair = second + third;
+            k = (k_block - (third ? args.third_k_block : second ? args.k_blocks : 0)) * kBlockK;
+          }
           if (loads) {
             mbarrier_expect_bytes(
                 arrived, (kCopies ? 0 : kStageBytesA) + kStageBytesB + (Traits::kScaledK ? Traits::kScaleBytes : 0));
@@ -59,7 +68,7 @@ template <typename Traits> struct Producer {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {
               if constexpr (!Traits::kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
-              load_b(maps, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, place, place2, arrived, b);
+              load_b(maps, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, places, arrived, b);
             }
           }
           if constexpr (kCopies) {
@@ -86,6 +95,12 @@ template <typename Traits> struct Producer {
   }
 
  private:
+  // Third coordinates of tensor maps: of the first two b, which a table may have, and of others, which are stacks.
+  struct PlacesOfTile {
+    int first, second, group;
+    __device__ __forceinline__ int of(int b) const { return b == 0 ? first : b == 1 ? second : group; }
+  };
+
   // k-grouped, of scaled operands, which lie in memory as k-blocks: both, b in halves of the tile's columns, and their scales.
   static __device__ __forceinline__ void load_scaled(
       const TensorMaps& maps, const Tile& tile, int k_block, uint32_t arrived, uint32_t a, uint32_t scales) {
@@ -116,20 +131,20 @@ template <typename Traits> struct Producer {
   // b is loaded from column n on, in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share
   // b load some of the boxes each, by multicast to both.
   static __device__ __forceinline__ void load_b(
-      const TensorMaps& maps, uint32_t rank, int pair, int n, int k, int place, int place2, uint32_t arrived, uint32_t b) {
+      const TensorMaps& maps, uint32_t rank, int pair, int n, int k, const PlacesOfTile& places, uint32_t arrived, uint32_t b) {
     constexpr bool kContiguousN = kGroupedK || Traits::kTransposedB;
     constexpr int kBoxes = kContiguousN ? Traits::kTileN / 64 : 2, kOwnBoxes = kBoxes / kClusterM;
     const int first = kClusterM > 1 ? rank * kOwnBoxes : 0;
 #pragma unroll
     for (int i = 0; i < kOwnBoxes; ++i) {
-      // Under kGlu the first half of the boxes is w1's, and the second has the same columns of v1's.
+      // Under kGlu the first half of the boxes is h's (w1's, or those of the second pair), and the second has the same columns of g's.
       constexpr int kBoxesOfOne = Traits::kGlu ? kBoxes / 2 : kBoxes;
       const int box = first + i, along_n = n + box % kBoxesOfOne * (Traits::kTileN / kBoxes);
       const uint32_t to = b + box * (kStageBytesB / kBoxes);
-      const int number = Traits::kGlu ? box / kBoxesOfOne : pair;
+      const int number = Traits::kGlu ? box / kBoxesOfOne + (Traits::kGluOfTwoPairs ? 2 * pair : 0) : pair;
       const CUtensorMap* map = &maps.b[number];
       const int x = kContiguousN ? along_n : k, y = kContiguousN ? k : along_n;
-      const int z = kGroupedK ? 0 : number ? place2 : place;
+      const int z = kGroupedK ? 0 : places.of(number);
       if constexpr (kClusterM > 1) tma_load_multicast(map, arrived, to, x, y, z, 0b11);
       else tma_load(map, arrived, to, x, y, z);
     }

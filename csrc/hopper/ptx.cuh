@@ -152,6 +152,17 @@ __device__ __forceinline__ uint32_t load_global_4_once(const void* from) {
   asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+// The address in the cluster's shared memory that this address has in CTA `rank`.
+__device__ __forceinline__ uint32_t shared_address_in_cta(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// An element of 16 bits to such an address.
+template <typename T> __device__ __forceinline__ void store_shared_of_cluster(uint32_t to, T value) {
+  static_assert(sizeof(T) == 2);
+  asm volatile("st.shared::cluster.b16 [%0], %1;" ::"r"(to), "h"(reinterpret_cast<const uint16_t&>(value)) : "memory");
+}
 // To the same address in CTA `rank` of the cluster, whose barrier counts the bytes (st.async).
 __device__ __forceinline__ void store_shared_16_remote(uint32_t to, int4 value, uint32_t barrier, uint32_t rank) {
   asm volatile(
@@ -255,13 +266,12 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// A matrix in shared memory under the 128-byte swizzle, or the 64-byte one, as wgmma wants it described. `stride` is the distance in bytes
-// between swizzle atoms; `leading`, between runs of 64 (or 32) elements along M or N, is used where these are the contiguous direction.
-constexpr uint64_t kSwizzle128 = 1ull << 62, kSwizzle64 = 2ull << 62;
-__device__ __forceinline__ uint64_t
-wgmma_descriptor(uint32_t address, uint32_t leading, uint32_t stride, uint64_t swizzle = kSwizzle128) {
+// A matrix in shared memory under the 128-byte swizzle, as wgmma wants it described. `stride` is the distance in bytes between swizzle
+// atoms; `leading`, between runs of 64 elements along M or N, is used where these are the contiguous direction.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62;
   return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(leading >> 4) << 16 |
-         static_cast<uint64_t>(stride >> 4) << 32 | swizzle;
+         static_cast<uint64_t>(stride >> 4) << 32 | kSwizzle128;
 }
 
 // d [64,N] = a [64,16] @ b [16,N] (+ d where `add`), of one warpgroup. kTransposed: M (of a) or N (of b) is contiguous.

@@ -46,7 +46,7 @@ inline CUtensorMap encoded(
 constexpr CUtensorMapL2promotion kTwoLines = CU_TENSOR_MAP_L2_PROMOTION_L2_256B, kOneLine = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
 // The map of a tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes under the 128-byte
-// swizzle, of half as many under the 64-byte swizzle, or of another number of bytes without one. Lines are contiguous; lines and groups may lie any multiple of 16 bytes apart.
+// swizzle, or of another number of bytes without one. Lines are contiguous; lines and groups may lie any multiple of 16 bytes apart.
 // `promotion`: what the L2 cache reads from memory at a time; `transposed`: the tensor is [groups, width, lines]; `places`: where the
 // matrices of a tensor [1, lines, width] are, whose stride is the distance. It may be less than a matrix.
 inline CUtensorMap tensor_map(
@@ -68,9 +68,7 @@ inline CUtensorMap tensor_map(
                                           : line * shape[1];
   const cuuint64_t strides[2] = {line, distance};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
-  const CUtensorMapSwizzle swizzle = box_bytes == kLineBytes       ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : box_bytes == kLineBytes / 2 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                                   : CU_TENSOR_MAP_SWIZZLE_NONE;
+  const CUtensorMapSwizzle swizzle = box_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
   return encoded(tensor, 3, shape, strides, box, steps, swizzle, promotion);
 }
 

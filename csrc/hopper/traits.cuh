@@ -82,6 +82,11 @@ template <typename Settings> struct GemmTraits : Settings {
   // Whether sums may be split; without it each is made at once.
   static constexpr bool kSplitK =
       (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong && !kScaled;
+  // Whether three pairs of operands may be summed, and whether a GLU's sums may be of two pairs: launches of other instances have no more
+  // than two, and one, so that their producer asks for no more.
+  static constexpr bool kThreePairs =
+      !kGroupedK && !kGatherA && !kScaled && kEpilogue == EpilogueKind::kStore && !Settings::kBias;
+  static constexpr bool kGluOfTwoPairs = kGlu && !kGatherA && !kScaled;
   // Whether clusters may be kept together along K (pacing.cuh).
   static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled && !kGatherCopies;
 

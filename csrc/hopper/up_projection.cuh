@@ -53,8 +53,9 @@ void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tilin
 template <EpilogueKind kKind>
 void launch_up(
     const char* name, const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1,
-    const Tensor* v1, const std::vector<int64_t>& places, const Tensor& sizes, const std::vector<double>& activation,
-    const Tiling& tiling, const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h, const Tensor* g) {
+    const Tensor* v1, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2, const std::optional<Tensor>& v2,
+    const std::vector<int64_t>& places, const Tensor& sizes, const std::vector<double>& activation, const Tiling& tiling,
+    const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
   Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(x.size(1)), kBlockK);
@@ -74,6 +75,8 @@ void launch_up(
   STD_TORCH_CHECK(!v1 || contiguous_along_n(*v1) == along_f, name, ": expected w1 and v1 contiguous along the same dimension");
   maps.b[0] = weight_map(w1, kWideTileN, args.places);
   if (v1) maps.b[1] = weight_map(*v1, kWideTileN, args.places);
+  STD_TORCH_CHECK(!a2 || (v1 && !slot_of_row), name, ": expected rows that are gathered, and v1, where there are a2, b2 and v2");
+  FurtherPairs{name, 2, along_f, a.size(1), tiling}.add_second_of_glu(maps, args, a2, b2, v2);
   const Tensor* outputs[3] = {&a, h, g};
   for (int i = 0; i < 3; ++i) {
     if (!outputs[i]) continue;

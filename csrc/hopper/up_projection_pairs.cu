@@ -34,7 +34,7 @@ void hopper_up_pairs(
   maps.a[0] = map_of_a(x, tiles);
   args.places = places_of("hopper_up_pairs", places, args.groups);
   maps.b[0] = weight_map(w, kWideTileN, args.places);
-  set_second_pair("hopper_up_pairs", maps, args, a2, b2, 2, true, w.size(1), tiles);
+  FurtherPairs{"hopper_up_pairs", 2, true, w.size(1), tiles}.add_second(maps, args, a2, b2);
   maps.out[0] = tensor_map(a, kBoxOut);
   args.out[0] = a.data_ptr();
   if (pairs) {

@@ -14,8 +14,8 @@ void hopper_up(
   using namespace hopper;
   const Tiling tiles = tiling_of(tiling);
   launch_up<EpilogueKind::kActivation>(
-      "hopper_up", x, slot_of_row, top_k, w1, nullptr, places, sizes, activation, tiles, workspace, a, h ? &*h : nullptr,
-      nullptr);
+      "hopper_up", x, slot_of_row, top_k, w1, nullptr, {}, {}, {}, places, sizes, activation, tiles, workspace, a,
+      h ? &*h : nullptr, nullptr);
 }
 
 GBMOE_OPERATOR(

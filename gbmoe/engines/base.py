@@ -280,6 +280,17 @@ class Engine(LowRankProducts):
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
         return launch.activate_pairs_backward(pairs_PG, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
 
+    def makes_gradient_of_pairs(self, added: bool) -> bool:
+        """Of weights that have gate and up in turns along the rows of memory, where h and g are apart: whether down_backward_to_pairs is
+        called in place of down_backward. `added`: their gradient is added to a sink."""
+        return False
+
+    def down_backward_to_pairs(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor, g_PF: torch.Tensor,
+                               weights_TK: torch.Tensor | None, activation: str) -> tuple[Any, Any, torch.Tensor | None, tuple]:
+        """`down_backward` of h and g that are apart, whose dh and dg are pairs for weight_gradient: (w a [P,F], the pairs [P,2F], dweights,
+        (dh, dg)). Not more memory than that takes."""
+        raise TypeError(f"{type(self).__name__} makes no gradient of pairs of h and g that are apart")
+
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
                     sizes_E: torch.Tensor) -> torch.Tensor:
         """dx = dh @ w1[e], [P,H]; for a GLU dx = dh @ w1[e] + dg @ v1[e]. dh and dg are the pair that down_backward returned last."""

@@ -20,7 +20,7 @@ from gbmoe.engines.gathered_scaled_rows import GatheredScaledRows
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.launch.alignment import aligned
+from gbmoe.launch.alignment import aligned, has_aligned_rows
 from gbmoe.plain import plain_activation, plain_plan
 from gbmoe.problem import result_shape
 from gbmoe.separate_weights import Stack
@@ -62,7 +62,8 @@ class Float8(Engine):
         raise TypeError(f"{type(self).__name__} does not say how it computes a scaled product")
 
     def scaled_weight_gradient(self, a: ScaledKBlocks, b: ScaledKBlocks, out: torch.Tensor) -> torch.Tensor:
-        """out[e] = a[rows of e].T @ b[rows of e], [E,M,N], summed in float32 and rounded once; 0 without rows. Returns out."""
+        """out[e] = a[rows of e].T @ b[rows of e], [E,M,N], summed in float32 and rounded once; 0 without rows. The rows of out are aligned
+        (has_aligned_rows), and may lie further apart. Returns out."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a gradient of weights")
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
@@ -125,14 +126,28 @@ class Float8(Engine):
         return self._product(a_PF, w2_EFH, sizes_E, transpose=True)
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
+        return self._down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, in_pairs=False)
+
+    def makes_gradient_of_pairs(self, added):
+        # What is added to a sink is a product of its own where gradients are e4m3, and of both it would be twice as large.
+        return not (added and self.float8_weight_gradients)
+
+    def down_backward_to_pairs(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
+        a, pairs, _, dweights_TK, scaled = self._down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, in_pairs=True)
+        return a, pairs, dweights_TK, scaled
+
+    def _down_backward(self, dz: GatheredRows, w2_EFH: Stack | ScaledWeights, sizes_E: torch.Tensor, h_PF: torch.Tensor,
+                       g_PF: torch.Tensor | None, weights_TK: torch.Tensor | None, activation: str, in_pairs: bool) -> tuple:
+        """As Engine.down_backward; with `in_pairs` the pairs and None stand in place of dh and dg."""
         d_PF = self._product(self._gathered(dz), w2_EFH, sizes_E)
         if self.float8_weight_gradients:
             a, dh_blocks, dg_blocks, dweights_TK, dh, dg = launch.activate_backward_k_blocks(
-                h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, device_sizes(sizes_E, d_PF.device), activation, self.power_2_scale)
+                h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, device_sizes(sizes_E, d_PF.device), activation, self.power_2_scale,
+                in_pairs)
             return a, dh_blocks, dg_blocks, dweights_TK, (dh, dg)
         a_PF, dg_PF, dweights_TK, dh, dg = launch.activate_backward_scaled(
-            h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation, self.power_2_scale)
-        return a_PF, d_PF, dg_PF, dweights_TK, (dh, dg)
+            h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation, self.power_2_scale, in_pairs)
+        return (a_PF, dg_PF, None, dweights_TK, (dh, dg)) if in_pairs else (a_PF, d_PF, dg_PF, dweights_TK, (dh, dg))
 
     def up_backward(self, dh, w1_EFH, dg, v1_EFH, sizes_E):
         second = () if v1_EFH is None else (dg, self._weights(v1_EFH, transpose=True))
@@ -173,7 +188,7 @@ class Float8(Engine):
     def _write_scaled_gradient(self, left: ScaledKBlocks, right: ScaledKBlocks, out_EFH: torch.Tensor) -> None:
         if out_EFH.stride(2) != 1 and out_EFH.stride(1) == 1:
             left, right, out_EFH = right, left, out_EFH.transpose(1, 2)
-        if out_EFH.is_contiguous():
+        if has_aligned_rows(out_EFH):
             self.scaled_weight_gradient(left, right, out_EFH)
         else:
             out_EFH.copy_(self.scaled_weight_gradient(left, right, torch.empty_like(out_EFH, memory_format=torch.contiguous_format)))

@@ -77,13 +77,17 @@ class Hopper(OwnKernels):
         if a2 is None and (self.batch_invariant or unrounded) and tensor_core_tiles.few_low_tiles(device, rows, groups, columns):
             tensor_core.launch_rows(tensor_core_tiles.rows_gemm(device, rows, groups, columns), a, b, None, None, sizes, trans_b, out)
             return
-        # A pair of low rank is a k-block or two, which does not change what tiles are the fastest.
-        inner = a.size(1) if a2 is None or 2 * a2.size(1) < a.size(1) else a.size(1) + a2.size(1)
         if unrounded:
-            config = hopper_tiles.unrounded_rows_gemm(device, rows, inner, columns)
+            config = hopper_tiles.unrounded_rows_gemm(device, rows, a.size(1), columns)
         else:
-            config = hopper_tiles.rows_gemm(device, rows, groups, inner, columns, splits=not self.batch_invariant)
+            config = self._rows_config(a, b, a2, columns)
         launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
+
+    def _rows_config(self, a: torch.Tensor, b: torch.Tensor, a2: torch.Tensor | None, columns: int) -> GemmConfig:
+        """The configuration of a GEMM of rows whose first two pairs of operands have a and a2. A pair of low rank is a k-block or two,
+        which does not change what tiles are the fastest."""
+        inner = a.size(1) if a2 is None or 2 * a2.size(1) < a.size(1) else a.size(1) + a2.size(1)
+        return hopper_tiles.rows_gemm(Device.of(a.device), a.size(0), b.size(0), inner, columns, splits=not self.batch_invariant)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
         sizes = device_sizes(sizes, a.device)
@@ -105,6 +109,21 @@ class Hopper(OwnKernels):
         if config.gather_up_along_f if along_f else config.gather_up:
             return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1, v1, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save)
+        x.forget()
+        return result
+
+    def up_low_rank(self, x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low):
+        # Few rows as in up_pairs. The GEMM of gate and up with the activation adds no biases.
+        composed = (v1_EFH is None or w1_bias_EF is not None or v1_bias_EF is not None
+                    or (self.has_few_rows(x.num_rows, w1_EFH.size(0)) and not self.batch_invariant))
+        w1, v1, along_f = (w1_EFH, v1_EFH, False) if composed else two_in_place(w1_EFH, v1_EFH)
+        if composed or (along_f and activation.partition(" ")[0] not in _UP_ALONG_F):
+            return super().up_low_rank(x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low)
+        if along_f:
+            w1, v1 = w1.transpose(1, 2), v1.transpose(1, 2)
+        a2, b2 = _second_pair(low, along_f)
+        _, v2 = _second_pair(low._replace(b_ERN=low.b2_ERN), along_f)
+        result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save, a2, b2, v2)
         x.forget()
         return result
 
@@ -187,9 +206,15 @@ class Hopper(OwnKernels):
     down_backward_pairs_low_rank = down_backward_pairs
 
     def up_backward_low_rank(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low):
-        if v1_EFH is not None:
-            return super().up_backward_low_rank(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low)  # a third pair, which is added in memory
-        return self.product_low_rank(dh_PF, w1_EFH, None, sizes_E, False, low.rows_PR, low.b_ERN)
+        if v1_EFH is None:
+            return self.product_low_rank(dh_PF, w1_EFH, None, sizes_E, False, low.rows_PR, low.b_ERN)
+        w1, v1, trans_b = two_in_place(w1_EFH, v1_EFH)
+        b3 = launch.with_aligned_rows(low.b_ERN.transpose(1, 2) if trans_b else low.b_ERN)
+        dh, dg = aligned(dh_PF), aligned(dg_PF)
+        dx_PH = dh.new_empty(dh.size(0), w1_EFH.size(2))
+        launch_rows(self._rows_config(dh, w1, dg, dx_PH.size(1)), dh, w1, dg, v1, device_sizes(sizes_E, dh.device), trans_b, dx_PH,
+                    aligned(low.rows_PR), b3)
+        return dx_PH
 
     def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
         gathers = _config(rows, left_PF.size(1)).gather_weight_gradient and (out_EFH is None or has_aligned_rows(out_EFH))
@@ -261,23 +286,26 @@ def _padded(slot_of_row_P: torch.Tensor, tokens: int, top_k: int) -> bool:
 # Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], contiguous along H, or where it
 # says so along F; their rows, and those of their gradients, may lie further apart, and they may be SeparateWeights. a2 [P,R] and b2, which
 # is as the weights with R for their inner dimension, are a second pair of operands, whose product is added before the sum is rounded; b2
-# may be a stack where b is none. Sizes are integers [E], on the host or the device.
+# may be a stack where b is none. b3, and v2, which is v1's b2, are stacks. Sizes are integers [E], on the host or the device.
 # slot_of_row is int32 [P]: a GEMM that gathers reads row r from token slot_of_row[r] // top_k, and takes zeros where a row has no slot.
 
 
-def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
-    """Engine.up of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for silu and gelu_tanh only."""
+def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save, a2=None, b2=None, v2=None):
+    """Engine.up of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for silu and gelu_tanh only. Of gathered rows and
+    a gate, h may have a second pair a2 and b2, and g then has a2 and v2."""
     a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
     gathered = slot_of_row_P is not None
     config = hopper_tiles.up_gemm(Device.of(x.device), a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=gathered,
                                   padded=gathered and _padded(slot_of_row_P, x.size(0), top_k), along_f=w1_EFH.stride(2) != 1)
-    launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF)
+    launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF, a2,
+              b2, v2)
     return a_PF, h_PF, g_PF
 
 
-def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
+def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF, a2=None, b2=None,
+              v2=None) -> None:
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
     kind = plain_activation.kernel_arguments(activation)
     memory = workspace(x, sizes, config)
@@ -286,7 +314,7 @@ def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes
         torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1, places, sizes, kind, config.tiling, memory, a_PF, h_PF)
     else:
         torch.ops.gbmoe_cuda.hopper_up_glu(
-            x, slot_of_row_P, top_k, w1, v1, places, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
+            x, slot_of_row_P, top_k, w1, v1, a2, b2, v2, places, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
 
 
 def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save, a2=None, b2=None):
@@ -382,11 +410,12 @@ def _to_sum_dots(weights_TK, a_PF):
     return read_TK, dots_CP, weights_TK.new_zeros(weights_TK.shape)
 
 
-def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
-    """Hopper.rows_gemm with a given configuration, and sizes on the device or None. out may be float32 in square tiles and no cluster."""
+def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out, a3=None, b3=None) -> None:
+    """Hopper.rows_gemm with a given configuration, and sizes on the device or None; with a3 and b3, a stack, three products are summed. out
+    may be float32 in square tiles, no cluster, and without a3."""
     b, b2, places = in_memory(b, b2)
     torch.ops.gbmoe_cuda.hopper_rows(
-        a, b, a2, b2, places, sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
+        a, b, a2, b2, a3, b3, places, sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
 
 
 def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig) -> torch.Tensor | None:

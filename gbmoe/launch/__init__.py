@@ -15,7 +15,7 @@ from gbmoe.launch.activation import (
     activate_pairs_backward,
 )
 from gbmoe.launch.dequantize import dequantize_gathered, dequantize_rows, requantize_k_blocks
-from gbmoe.launch.permute import clear_rows_without_slot, gather, map_slots, scatter, scatter_backward
+from gbmoe.launch.permute import clear_rows_without_slot, gather, map_slots, scatter, scatter_backward, weigh_rows
 from gbmoe.launch.quantize import (
     empty_scaled_rows,
     quantize_gathered,
@@ -33,5 +33,5 @@ __all__ = [
     "activate_pairs_backward", "add_to_rows", "clear_rows_without_slot", "copy_scaled", "dequantize_gathered", "dequantize_rows",
     "empty_scaled_rows", "gather", "map_slots", "quantize_gathered", "quantize_gathered_k_blocks", "quantize_k_blocks", "quantize_rows",
     "quantize_weights", "quantize_weights_both_ways", "reads_weights_in_place", "requantize_k_blocks", "scatter", "scatter_backward",
-    "with_aligned_rows",
+    "weigh_rows", "with_aligned_rows",
 ]

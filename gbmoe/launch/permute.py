@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from gbmoe.launch.alignment import aligned
 from gbmoe.launch.availability import serves, sorts
 from gbmoe.plain import plain_permute, plain_plan
 from gbmoe.slot_map import SlotMap
@@ -114,6 +115,16 @@ def clear_rows_without_slot(slot_of_row_P: torch.Tensor, rows_PF: torch.Tensor) 
         plain_permute.clear_rows_without_slot(slot_of_row_P, rows_PF)
     else:
         torch.ops.gbmoe_cuda.clear_rows_without_slot(slot_of_row_P, rows_PF)
+
+
+def weigh_rows(rows_PR: torch.Tensor, slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+    """rows[r] * weights[slot of r], [P,R], rounded once, or rows[r] without weights; zeros for a row without a slot, and for a slot beyond
+    the weights. Weights have any floating dtype."""
+    if not serves(rows_PR) or rows_PR.size(1) * rows_PR.element_size() % 16:
+        return plain_permute.weigh_rows(rows_PR, slot_of_row_P, weights_TK)
+    out_PR = torch.empty_like(rows_PR, memory_format=torch.contiguous_format)
+    torch.ops.gbmoe_cuda.weigh_rows(aligned(rows_PR), slot_of_row_P, _contiguous(weights_TK), out_PR)
+    return out_PR
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

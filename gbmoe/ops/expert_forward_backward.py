@@ -105,7 +105,8 @@ _NO_BIASES = Biases()
 
 class Weights:
     """w1, w2 and v1 (None for a plain MLP), each [E,F,H], as the products of one pass take them. `paired`: w1 is [E,2F,H], whose rows are
-    gate and up in turns, and v1 is None; then h is [P,2F], columns of h and g in turns, and g is None.
+    gate and up in turns, and v1 is None; then h is [P,2F], columns of h and g in turns, and g is None. `lies_in_pairs`: not that,
+    but w1 and v1 are parts of one tensor in which they lie so, of which one gradient can be made.
 
     With `keep`, forward has an engine of float8 prepare a weight for backward's product too, in memory that backward gets as `kept`:
     uint8 [Y], Y = ScaledWeights.bytes_of, by the weight's name. `low_rank`: adapters of these weights, or None.
@@ -113,10 +114,15 @@ class Weights:
 
     def __init__(self, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, *, keep: bool = False,
                  kept: dict[str, torch.Tensor] | None = None, biases: Biases = _NO_BIASES, paired: bool = False,
-                 low_rank: LowRankPass | None = None):
+                 lies_in_pairs: bool = False, low_rank: LowRankPass | None = None):
         self._of = {"w1": w1_EFH, "w2": w2_EFH, "v1": v1_EFH}
         self.biases, self.paired, self.low_rank = biases, paired, low_rank
+        self._lies_in_pairs = lies_in_pairs
         self._keep, self.kept = keep, {} if kept is None else kept
+
+    def gradient_is_of_pairs(self, experts: Engine, added: bool) -> bool:
+        """Whether backward makes one gradient of pairs dh and dg, where h and g are apart. Adapters take dh and dg apart."""
+        return self._lies_in_pairs and self.low_rank is None and experts.makes_gradient_of_pairs(added)
 
     def forward(self, experts: Engine, name: str):
         """The weight of this name as forward's product takes it, or None."""
@@ -233,13 +239,14 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     if folds:
         weights_TK = (t.ones_TK() if weights_TK is None else weights_TK) * scale
     low = weights.low_rank
-    a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = _down_backward(experts, weights, dz, w2, sizes_E, saved, weights_TK, activation)
+    of_pairs = weights.paired or weights.gradient_is_of_pairs(experts, not gradients.takes_two)
+    a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = _down_backward(
+        experts, weights, dz, w2, sizes_E, saved, weights_TK, activation, of_pairs)
     del w2
     if wanted.w2 or wanted.w2_bias or weights.biases.w2 is not None:
         dz = experts.rows_for_weights(dz)
     if wanted.any_bias:
         expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
-    del weights_TK
     if wanted.weights and weights.biases.w2 is not None and dweights_TK is not None:
         dweights_TK = expert_biases.add_to_router_gradient(experts, dz, weights.biases.w2, sizes_E, dweights_TK)
     if wanted.weights:
@@ -253,8 +260,8 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     if wanted.w2:
         gradients.write("w2", experts, a_PF, dz, sizes_E, left)
     if low is not None:
-        low.make_down_gradients(experts, a_PF, dz, sizes_E)
-    del a_PF, dz
+        low.make_down_gradients(experts, a_PF, dz, weights_TK, sizes_E)
+    del a_PF, dz, weights_TK
     if wanted.x and not t.gives_back_first:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
     del dh, dg, second
@@ -273,16 +280,21 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
                 gradients.write("v1", experts, dg_PF, x, sizes_E, left)
             del dg_PF
             if wanted.w1:
-                gradients.write("pairs" if weights.paired else "w1", experts, dh_PF, x, sizes_E, left)
+                gradients.write("pairs" if of_pairs else "w1", experts, dh_PF, x, sizes_E, left)
     return left
 
 
 def _down_backward(experts: Engine, weights: Weights, dz: GatheredRows, w2, sizes_E: torch.Tensor, saved: Saved,
-                   weights_TK: torch.Tensor | None, activation: str) -> tuple:
-    """As Engine.down_backward; of pairs dh is [P,2F], and dg None."""
+                   weights_TK: torch.Tensor | None, activation: str, to_pairs: bool) -> tuple:
+    """As Engine.down_backward; with `to_pairs` dh is [P,2F], pairs, and dg None."""
     h_PF, g_PF = saved.take()
     low = None if weights.low_rank is None else weights.low_rank.down_backward(experts, dz, sizes_E)
     if not weights.paired:
+        if to_pairs:
+            assert g_PF is not None
+            a_PF, pairs_PG, dweights_TK, scaled = experts.down_backward_to_pairs(
+                dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
+            return a_PF, pairs_PG, None, dweights_TK, scaled
         if low is not None:
             return experts.down_backward_low_rank(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation, low)
         return experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)

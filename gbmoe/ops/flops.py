@@ -64,12 +64,12 @@ def expert_mlp_low_rank(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1,
 
 
 def expert_mlp_low_rank_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b,
-                                 down_a, down_b, h, g, t, activation, engine, layout, need_x, need_weights, need_w1, need_w2, need_v1,
+                                 down_a, down_b, h, g, t, s, activation, engine, layout, need_x, need_weights, need_w1, need_w2, need_v1,
                                  need_w1_bias, need_w2_bias, need_v1_bias, need_up_a, need_up_b, need_down_a, need_down_b, *,
                                  out_shape=None, **__) -> int:
     own = expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, None, None,
                               None, None, activation, engine, 1.0, layout, need_x, need_weights, need_w1, need_w2, need_v1)
-    # Through down's factors to the activation, a again times the first where the second has a gradient; through up's second to both.
-    used = (up_a if need_x else None, up_b if need_x or need_up_a else None, down_a, down_b, down_a if need_down_b else None)
+    # Through down's factors to the activation; through up's second to both.
+    used = (up_a if need_x else None, up_b if need_x or need_up_a else None, down_a, down_b)
     made = (up_a if need_up_a else None, up_b if need_up_b else None, down_a if need_down_a else None, down_b if need_down_b else None)
     return own + _of_factors(row_of_slot, slot_of_row, *used, *made)

@@ -1,6 +1,6 @@
 """expert_mlp with adapters (LoRA), as one operator: weights are read where they lie, and nothing of their size is made.
 
-Saved for backward are x, the pre-activations, x @ A1.T of each row and the plan. What is computed is in
+Saved for backward are x, the pre-activations, x @ A1.T and a @ A2.T of each row, and the plan. What is computed is in
 gbmoe/ops/lora_forward_backward.py.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan, R ranks.
@@ -66,15 +66,16 @@ def _columns(layout: str, engine: str | Resolved, gated: bool) -> str:
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b, activation,
              engine, save, layout):
-    """Returns (out [T,H], h [P,F], g [P,F], t [P,R]). All but the first are empty where nothing is saved, g without a gate and of pairs,
-    of which h is [P,2F], and t without adapters of up."""
+    """Returns (out [T,H], h [P,F], g [P,F], t [P,R], s [P,R]). All but the first are empty where nothing is saved, g without a gate and of
+    pairs, of which h is [P,2F], t without adapters of up, and s without those of down."""
     matrices = WeightLayout.of_code(layout).matrices(w1, w2, v1)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     low_rank = LowRankPass(LowRankOperands(up_a, up_b, down_a, down_b), _columns(layout, engine, matrices[2] is not None))
     of_pass = weights_of_pass(layout, engine, w1, matrices, (w1_bias, w2_bias, v1_bias), low_rank=low_rank)
     transport = local_transport(x, row_of_slot, slot_of_row, weights)
     out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, of_pass, sizes, activation, save)
-    return (out_TH, *[out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, low_rank.t_PR if save else None)])
+    of_ranks = (low_rank.t_PR, low_rank.s_PR) if save else (None, None)
+    return (out_TH, *[out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, *of_ranks)])
 
 
 def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b,
@@ -83,13 +84,14 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bi
     rows, ffn, paired = slot_of_row.size(0), w1.size(1), is_paired(layout, engine)
     return (x.new_empty(x.shape), x.new_empty((rows, 2 * ffn if paired else ffn) if save else 0),
             x.new_empty((rows, ffn) if save and v1 is not None and not paired else 0),
-            x.new_empty((rows, up_a.size(1)) if save and up_a is not None else 0))
+            x.new_empty((rows, up_a.size(1)) if save and up_a is not None else 0),
+            x.new_empty((rows, down_a.size(1)) if save and down_a is not None else 0))
 
 
-def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b, h, g, t,
-              activation, engine, layout, *needed):
+def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b, h, g,
+              t, s, activation, engine, layout, *needed):
     grads = _gradients([grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a,
-                        down_b, h, g, t, activation, engine, layout, needed])
+                        down_b, h, g, t, s, activation, engine, layout, needed])
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
@@ -105,15 +107,15 @@ def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
     wanted, of_factors = Gradients(*needed[:8]), LowRankGradients(*needed[8:])
     if v1 is None and where.is_combined and not is_paired(layout, engine):
         wanted = replace(wanted, v1=wanted.w1, v1_bias=wanted.w1_bias)
-    h, g, t = saved[15:]
+    h, g, t, s = saved[15:]
     low_rank = LowRankPass(LowRankOperands(*saved[11:15]), _columns(layout, engine, matrices[2] is not None), of_factors,
-                           t if t.dim() == 2 else None)
+                           t if t.dim() == 2 else None, s if s.dim() == 2 else None)
     of_pass = weights_of_pass(layout, engine, w1, matrices, tuple(saved[8:11]), low_rank=low_rank)
     gradients = WeightGradients(where, w1, w2, v1)
     of_forward = Saved(h, g if g.dim() == 2 else None)
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
-    del saved, x, weights, w1, w2, v1, matrices, h, g, t  # copies that autocast made of weights are held by nothing else
+    del saved, x, weights, w1, w2, v1, matrices, h, g, t, s  # copies that autocast made of weights are held by nothing else
     of_parameters = expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients)
     return *of_parameters, *low_rank.gradients_in_order()
 
@@ -122,7 +124,7 @@ _programs = Programs(_gradients, "expert_mlp_low_rank_backward")
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b,
-                   h, g, t, activation, engine, layout, *needed):
+                   h, g, t, s, activation, engine, layout, *needed):
     leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b)
     return saved_for_backward.fake_gradients(grad, leaves, needed)
 
@@ -140,7 +142,8 @@ _FACTORS = ("up_a", "up_b", "down_a", "down_b")
 _LEAVES = ("x", "weights", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias", *_FACTORS)  # as backward's results
 _TENSORS = ("Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2, Tensor? v1,"
             " Tensor? w1_bias, Tensor? w2_bias, Tensor? v1_bias, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b")
-_FORWARD = (f"expert_mlp_low_rank({_TENSORS}, str activation, str engine, bool save, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
+_FORWARD = (f"expert_mlp_low_rank({_TENSORS}, str activation, str engine, bool save, str layout) -> "
+            "(Tensor, Tensor, Tensor, Tensor, Tensor)")
 _POSITION_OF = positions(_FORWARD)
 
 forward_operator = define(
@@ -151,7 +154,8 @@ forward_operator = define(
 )
 
 backward_operator = define(
-    f"expert_mlp_low_rank_backward(Tensor grad, {_TENSORS}, Tensor h, Tensor g, Tensor t, str activation, str engine, str layout, "
+    f"expert_mlp_low_rank_backward(Tensor grad, {_TENSORS}, Tensor h, Tensor g, Tensor t, Tensor s, str activation, str engine, "
+    "str layout, "
     + ", ".join(f"bool need_{name}" for name in _LEAVES) + ") -> (" + ", ".join(["Tensor"] * len(_LEAVES)) + ")",
     reference=_backward, fake=_backward_fake,
     waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",

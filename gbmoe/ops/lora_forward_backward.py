@@ -4,17 +4,19 @@
     backward:  u = dz B2,   d = dz W2.T + u A2          dA2 = u.T a,   dB2 = dz.T s
                v = dh B1,   dx = dh W1 + v A1           dB1 = dh.T t,  dA1 = v.T x
 
-with each expert's factors, the scale in B1 and B2. Gate and up share A1 and have columns of B1 each. What is kept for backward is t; s is
-computed again from a, which backward has with the router's weights in it.
+with each expert's factors, the scale in B1 and B2. Gate and up share A1 and have columns of B1 each. Forward keeps t and s, [P,R], for
+backward. In dB2 each row of s has its router weight, by which it is multiplied: 4PR bytes, where s computed again from backward's a, which
+has the weights, would be 2PF.
 
 The engine adds the second products to the first (LowRankProducts; Hopper's in one GEMM), and computes the small ones by its grouped GEMM.
 
 Bytes of memory that this costs, with 2 bytes an element and without matrices of R columns, of a GLU:
 
     t, s, u, v                          2PH, 2PF, 2PH, 4PF
-    dA2, s again, dB2, dB1, dA1         2PF, 2PF, 2PH, 4PF, 2PH
+    dA2, dB2, dB1, dA1                  2PF, 2PH, 4PF, 2PH
     second products, added in memory    8 for each element, 4 where the engine's GEMM adds in place: of h and g 16PF, y 8PH, d 8PF, dx 8PH
-                                        0 where one GEMM sums both: on Hopper all, but dx of a gate and up that lie apart, and few rows
+                                        0 where one GEMM sums all: on Hopper, but for few rows
+    activation of gate and up           4PF where its kernel is none of the products': on Hopper only with biases, or few rows
 
 Shape suffixes: E experts, H hidden, F ffn hidden, G columns of gate and up, P padded rows of the plan, R ranks.
 """
@@ -25,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from gbmoe import launch
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.engines.lora_products import LowRank
 from gbmoe.lora_factors import LowRankOperands
@@ -44,12 +47,12 @@ class LowRankPass:
 
     Args:
         columns: how `up_b` divides: "whole" (no gate, or pairs), "gate_first", "up_first" or "interleaved".
-        t_PR: in backward, what forward kept.
+        t_PR, s_PR: in backward, what forward kept.
     """
 
     def __init__(self, operands: LowRankOperands, columns: str, wanted: LowRankGradients | None = None,
-                 t_PR: torch.Tensor | None = None):
-        self.operands, self.t_PR = operands, t_PR
+                 t_PR: torch.Tensor | None = None, s_PR: torch.Tensor | None = None):
+        self.operands, self.t_PR, self.s_PR = operands, t_PR, s_PR
         self.wanted = wanted or LowRankGradients()
         self._columns = columns
         self._u_PR: torch.Tensor | None = None
@@ -68,7 +71,8 @@ class LowRankPass:
         a_ERF, b_ERH = self.operands.down_a_ERF, self.operands.down_b_ERH
         if a_ERF is None or b_ERH is None:
             return None
-        return LowRank(experts.product(a_PF, a_ERF, sizes_E, trans_b=True), b_ERH)
+        self.s_PR = experts.product(a_PF, a_ERF, sizes_E, trans_b=True)
+        return LowRank(self.s_PR, b_ERH)
 
     def down_backward(self, experts: Engine, dz: GatheredRows, sizes_E: torch.Tensor) -> LowRank | None:
         a_ERF, b_ERH = self.operands.down_a_ERF, self.operands.down_b_ERH
@@ -77,13 +81,14 @@ class LowRankPass:
         self._u_PR = experts.rows_of_ranks(dz, b_ERH, sizes_E)
         return LowRank(self._u_PR, a_ERF)
 
-    def make_down_gradients(self, experts: Engine, a_PF: torch.Tensor, dz: GatheredRows, sizes_E: torch.Tensor) -> None:
-        """Of a with the router's weights, as down_backward gives it."""
-        a_ERF, u_PR, self._u_PR = self.operands.down_a_ERF, self._u_PR, None
+    def make_down_gradients(self, experts: Engine, a_PF: torch.Tensor, dz: GatheredRows, weights_TK: torch.Tensor | None,
+                            sizes_E: torch.Tensor) -> None:
+        """Of a with the router's weights, as down_backward gives it, and of these weights for s, which has none."""
+        (u_PR, self._u_PR), (s_PR, self.s_PR) = (self._u_PR, None), (self.s_PR, None)
         if self.wanted.down_a and u_PR is not None:
             self.gradients["down_a"] = experts.product(u_PR, a_PF, sizes_E, trans_a=True)
-        if self.wanted.down_b and a_ERF is not None:
-            s_PR = experts.product(a_PF, a_ERF, sizes_E, trans_b=True)
+        if self.wanted.down_b and s_PR is not None:
+            s_PR = launch.weigh_rows(s_PR, dz.slots.slot_of_row_P, weights_TK)
             self.gradients["down_b"] = experts.weight_gradient(s_PR, dz, sizes_E)
 
     def up_backward(self, experts: Engine, dh, dg, sizes_E: torch.Tensor, want_x: bool) -> LowRank | None:

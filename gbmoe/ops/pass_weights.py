@@ -21,6 +21,6 @@ def weights_of_pass(layout: str, engine: str | Resolved, w1: torch.Tensor, matri
     if is_paired(layout, engine):
         return Weights(where.pairs(w1), matrices[1], None, biases=Biases(*biases), paired=True, **of_pass)
     if all(bias is None for bias in biases):
-        return Weights(*matrices, **of_pass)
+        return Weights(*matrices, lies_in_pairs=where.is_paired, **of_pass)
     of_gate, of_up = where.biases(biases[0], biases[2])
-    return Weights(*matrices, biases=Biases(of_gate, biases[1], of_up), **of_pass)
+    return Weights(*matrices, biases=Biases(of_gate, biases[1], of_up), lies_in_pairs=where.is_paired, **of_pass)

@@ -62,6 +62,19 @@ def clear_rows_without_slot(slot_of_row_P: torch.Tensor, rows_PF: torch.Tensor) 
     rows_PF.masked_fill_((slot_of_row_P < 0).unsqueeze(1), 0)
 
 
+def weigh_rows(rows_PR: torch.Tensor, slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+    """rows[r] * weights[slot of r], rounded once, or rows[r] without weights; zeros for a row without a slot, and for a slot beyond the
+    weights."""
+    wide, slot_P = accumulate_dtype(rows_PR.dtype), slot_of_row_P.long()
+    live_P = slot_P >= 0
+    weighed_PR = rows_PR.to(wide)
+    if weights_TK is not None:
+        live_P = live_P & (slot_P < weights_TK.numel())
+        weight_R = torch.nn.functional.pad(weights_TK.reshape(-1), (0, 1))  # the last is that of rows without a slot
+        weighed_PR = weighed_PR * weight_R[torch.where(live_P, slot_P, -1)].unsqueeze(1).to(wide)
+    return torch.where(live_P.unsqueeze(1), weighed_PR, 0).to(rows_PR.dtype)
+
+
 def _dense(slots: SlotMap, *scalars, rows):
     return dense_slots(slots.row_of_slot_TK, *scalars, columns_TK=slots.columns_TK, counts_T=slots.counts_T, rows=rows)
 

@@ -125,6 +125,13 @@ def _fills_more_in_square_tiles(device: Device, rows: int, groups: int, columns:
     return rows >= 4 * groups and wide > device.multiprocessors and square <= device.tiles(1 << 11)
 
 
+def _fits_one_square_tile(device: Device, rows: int, groups: int, columns: int) -> bool:
+    """Whether columns fill at most one square tile, as the ranks of adapters do, and there are tiles for all multiprocessors. A wide tile
+    multiplies and loads twice as many columns of nothing; sharing b with a neighbour along M saves next to nothing, and costs a CTA where
+    a group has an odd number of tiles (docs/notes/hopper-second-operands.md; by reckoning, not measured)."""
+    return columns <= SQUARE and rows >= 4 * groups and rows >= TILE_M * device.multiprocessors
+
+
 @functools.lru_cache(maxsize=1024)
 def rows_gemm(device: Device, rows: int, groups: int, inner: int, columns: int, *, splits: bool = True) -> GemmConfig:
     """The configuration of out[rows of e] = a[rows of e] @ b[e]; where two products are summed, `inner` counts the terms of both.
@@ -141,9 +148,11 @@ def rows_gemm(device: Device, rows: int, groups: int, inner: int, columns: int, 
     """
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE  # approximately, and if no group is empty
     panel = device.panel(PANEL)
+    large = 2 * rows * inner * columns >= device.flops(2.5e10)
+    if _fits_one_square_tile(device, rows, groups, columns):
+        return GemmConfig(SQUARE, ping_pong=True, panel=panel, tile_counter=inner >= 2048 or (inner >= 512 and large))
     if inner <= 4096:
         ping_pong = rows >= 4 * groups and (inner < 2048 or square_tiles >= device.tiles(256) or not splits)
-        large = 2 * rows * inner * columns >= device.flops(2.5e10)
         counter = inner >= 2048 or (ping_pong and inner >= 512 and large)
     else:
         ping_pong = not splits and _fills_more_in_square_tiles(device, rows, groups, columns)

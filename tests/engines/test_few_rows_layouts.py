@@ -15,7 +15,7 @@ from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS
 from gbmoe.plain import plain_activation
 from gbmoe.plan import RoutingPlan
 from gbmoe.separate_weights import SeparateWeights
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import assert_as_accurate_as
 from tests.engines.test_few_rows import DTYPES, HOPPER, SIZES, each_group, few, in_memory, numbers_that_cancel, poisoned  # noqa: F401
 from tests.scattered import scattered
@@ -181,6 +181,31 @@ def test_a_bias_was_added_to_a_product_that_was_rounded(few, dtype, which, lies)
             assert torch.equal(got, hopper.biased_rows_gemm(x, weight, bias, on_device, True, splits=False))
     b, _, _ = few.up(in_memory(x), w1, v1, on_device, CLAMPED, False, *biases)
     assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 32])
+@pytest.mark.parametrize("ffn", [8, 64, 4128])
+def test_sums_of_another_cta_were_read_before_they_had_come(rows, ffn):
+    """Of few terms, so that CTAs in pairs do little else than to exchange sums; also where one of a pair stores nothing. In a graph kernels
+    begin before the one before them has ended."""
+    device = torch.device("cuda")
+    if reason := engines.ENGINES["hopper"].unavailable(device):
+        pytest.skip(f"hopper: {reason}")
+    x, w1, v1, on_device = arguments(device, torch.bfloat16, [rows, 0] * 24, 72, ffn)
+    expected = HOPPER_FEW_ROWS.up(in_memory(x), w1, v1, on_device, CLAMPED, True)
+    weights = transposed(w1, v1)
+    for _ in range(20):
+        exact_inputs.poison(device)
+        assert_same(HOPPER_FEW_ROWS.up(in_memory(x), *weights, on_device, CLAMPED, True), expected, 24 * rows)
+    graph, results = cuda_graphs.captured(
+        lambda: [HOPPER_FEW_ROWS.up(in_memory(x), *weights, on_device, CLAMPED, True) for _ in range(4)])
+    for _ in range(20):
+        for result in results:
+            result[0].fill_(float("nan"))
+        graph.replay()
+        for result in results:
+            assert_same(result, expected, 24 * rows)
 
 
 @pytest.mark.memcheck

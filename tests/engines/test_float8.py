@@ -12,7 +12,20 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, launch
+from gbmoe import (
+    Arguments,
+    ClampedSilu,
+    Float8BlockScaling,
+    RoutingPlan,
+    WeightGradientSink,
+    dMoE,
+    engines,
+    expert_mlp,
+    float8,
+    gmm,
+    grouped_mlp,
+    launch,
+)
 from gbmoe.engines.float8 import Float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights, weight_cache
 from gbmoe.plain import plain_plan
@@ -141,6 +154,13 @@ def test_gradients_of_weights_are_those_of_the_numbers_stored(device, dtype, sha
     exact = oracle.product(*(rows.dequantized()[: sum(filled)].double() for rows in (a, b)), filled, trans_a=True)
     assert_as_accurate_as(out, exact.to(dtype), exact)
     assert not out[sizes_E == 0].any()
+    for made in (torch.full((len(sizes), 2 * features, columns), 7.0, device=device, dtype=dtype)[:, features:],
+                 torch.full((len(sizes), features, 2 * columns), 7.0, device=device, dtype=dtype)[:, :, :columns]):
+        around = made._base.clone()
+        engine_on(device, WITH_WEIGHTS.engine).scaled_weight_gradient(a, b, made)
+        assert torch.equal(made, out)
+        made.fill_(7.0)
+        assert torch.equal(made._base, around)  # what lies between its rows belongs to another part
 
 
 @DEVICES
@@ -883,6 +903,63 @@ def test_the_scaled_gradients_of_rows_are_freed_before_the_gradients_of_w1_and_v
     _, layer = layers("cpu", recipe)
     step(layer, torch.randn(50, 1, 256, dtype=torch.bfloat16))
     assert alive == [2, 0, 0]
+
+
+GPT_OSS = WeightLayout("interleaved", up_transposed=True)
+
+
+@DEVICES
+@WEIGHTS
+@pytest.mark.parametrize("added", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("layout", [GPT_OSS, WeightLayout("gate_first", down_transposed=True),
+                                    WeightLayout("up_first", up_transposed=True)], ids=lambda layout: layout.code)
+def test_gradients_of_parts_of_a_weight_were_products_that_were_copied(device, recipe, layout, added, monkeypatch):
+    experts, hidden, ffn, tokens = 4, 64, 48, 150
+    matrices = [values(experts, ffn, hidden, seed=seed, device=device) / 8 for seed in (1, 2, 3)]
+    biases = [values(experts, ffn, seed=seed, device=device) for seed in (4, 5)]
+    x, grad = (values(tokens, hidden, seed=seed, device=device) for seed in (6, 7))
+    ids = torch.randint(-1, experts - 1, (tokens, 2), generator=exact_inputs.generator("cpu", 8)).to(device)  # the last has no rows
+    plan, activation = RoutingPlan.from_experts(ids, experts), ClampedSilu(1.702, 7, 7, 1)
+
+    def run(layout):
+        parameters = laid_out(layout, *(w.clone() for w in matrices))
+        of_biases = {"w1_bias": biases[0].clone(), "v1_bias": biases[1].clone()} if layout == WeightLayout() else {
+            "w1_bias": layout.joined(*biases)}
+        leaves = [t.requires_grad_() for t in (x.clone(), *parameters, *of_biases.values()) if t is not None]
+        sink = None
+        if added:
+            sink = WeightGradientSink(*(None if w is None else torch.full_like(w, 2.0, dtype=torch.float32) for w in parameters))
+        exact_inputs.poison(device)
+        out = expert_mlp(leaves[0], plan, *parameters, activation=activation, layout=layout, fp8_recipe=recipe, gradient_sink=sink,
+                         **of_biases)
+        dx, *rest = torch.autograd.grad(out, leaves, grad, allow_unused=added)
+        count = sum(w is not None for w in parameters)
+        of_weights = [sink[name] for name in ("w1", "w2", "v1")[:count]] if added else rest[:count]
+        return out.detach(), dx, of_weights, rest[count:]
+
+    engine, made = engine_on(device, recipe.engine), set()
+    name, of = ("scaled_weight_gradient", engine) if recipe is WITH_WEIGHTS else ("gmm", engine.unscaled)
+    original = getattr(type(of), name)
+
+    def watched(self, *args, **kwargs):
+        out = args[-1] if recipe is WITH_WEIGHTS else kwargs.get("out", args[5] if len(args) > 5 else None)
+        if out is not None:
+            made.add(out.untyped_storage().data_ptr())
+        return original(self, *args, **kwargs)
+
+    out, dx, of_weights, of_biases = run(WeightLayout())
+    monkeypatch.setattr(type(of), name, watched)
+    got_out, got_dx, got, got_biases = run(layout)
+    assert torch.equal(got_out, out) and torch.equal(got_dx, dx)
+    expected = [w for w in laid_out(layout, *of_weights) if w is not None]
+    for one, other in zip((*got, *got_biases), (*expected, layout.joined(*of_biases)), strict=True):
+        assert one.is_contiguous() and relative_error(one, other.double()) <= 4e-3  # sums may be made in another order
+    if recipe is WITH_WEIGHTS and device.type == "cuda":
+        assert all(map(torch.equal, got, expected))  # no sum is divided
+    # What is added to a sink is a product of its own, unless a kernel adds in float32; gradients in 16 bits are the other engine's matter,
+    # but that of pairs.
+    in_place = not added if recipe is WITH_WEIGHTS else layout == GPT_OSS and (not added or device.type == "cuda")
+    assert (got[0].untyped_storage().data_ptr() in made) or not in_place
 
 
 @pytest.mark.gpu

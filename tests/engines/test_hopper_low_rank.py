@@ -4,6 +4,8 @@ on a GPU its sums.
 Shape suffixes: E experts, P rows of all groups, H hidden, F ffn hidden, N columns, R rank.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from gbmoe.engines.base import GatheredRows
 from gbmoe.engines.lora_products import LowRank
 from gbmoe.ops.activations import activation_name
 from gbmoe.plain import plain_activation
+from gbmoe.separate_weights import SeparateWeights
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning import gathering
 from gbmoe.tuning.hopper_tiles import NARROW, SQUARE, WIDE, GemmConfig, SplitConfig
@@ -50,25 +53,28 @@ def name_of(activation):
 
 
 class Gemms:
-    """The operators of csrc/hopper/ that LoRA calls, under their schemas. `names` has each call, and `second` those with a second pair of
-    a shorter inner dimension."""
+    """The operators of csrc/hopper/ that LoRA calls, under their schemas. `names` has each call, and `low` those whose last pair has a
+    shorter inner dimension, a third one as "three pairs"."""
 
     def __init__(self):
-        self.second, self.names = [], []
+        self.low, self.names = [], []
 
-    def sum(self, name, a, b_EKN, a2, b2_EKN, sizes):
+    def sum(self, name, a, b_EKN, a2, b2_EKN, sizes, a3=None, b3_EKN=None):
         total = grouped(a, b_EKN, sizes)
-        assert (a2 is None) == (b2_EKN is None)
+        assert (a2 is None) == (b2_EKN is None) and (a3 is None) == (b3_EKN is None) and (a3 is None or a2 is not None)
         self.names.append(name)
-        if a2 is not None:
-            self.second += [name] if a2.size(1) < a.size(1) else []
-            assert a2.is_contiguous() and a2.dtype == b2_EKN.dtype == a.dtype and along_n(b2_EKN) == along_n(b_EKN)
-            total += grouped(a2, b2_EKN, sizes)
+        last = a2 if a3 is None else a3
+        if last is not None and last.size(1) < a.size(1):
+            self.low.append(name if a3 is None else "three pairs")
+        for rows, further in ((a2, b2_EKN), (a3, b3_EKN)):
+            if rows is not None:
+                assert rows.is_contiguous() and rows.dtype == further.dtype == a.dtype and along_n(further) == along_n(b_EKN)
+                total += grouped(rows, further, sizes)
         return total
 
-    def hopper_rows(self, a, b, a2, b2, places, sizes, trans_b, tiling, workspace, splitting, out):
-        b, b2 = (t.mT if trans_b and t is not None else t for t in (b, b2))
-        out.copy_(self.sum("rows", a, b, a2, b2, sizes))
+    def hopper_rows(self, a, b, a2, b2, a3, b3, places, sizes, trans_b, tiling, workspace, splitting, out):
+        b, b2, b3 = (t.mT if trans_b and t is not None else t for t in (b, b2, b3))
+        out.copy_(self.sum("rows", a, b, a2, b2, sizes, a3, b3))
 
     def hopper_rows_biased(self, a, b, a2, b2, places, bias, sizes, trans_b, tiling, workspace, splitting, out):
         b, b2 = (t.mT if trans_b and t is not None else t for t in (b, b2))
@@ -77,6 +83,15 @@ class Gemms:
     def hopper_few_rows_gemm(self, a, b, places, sizes, trans_b, early, bias, out):
         assert bias is None
         out.copy_(self.sum("few", a, b.mT if trans_b else b, None, None, sizes))
+
+    def hopper_up_glu(self, x, slots, top_k, w1, v1, a2, b2, v2, places, sizes, activation, tiling, workspace, a, h, g):
+        assert slots is None and a2 is not None
+        self.names.append("glu")
+        self.low.append("glu")
+        for weight, further, out in ((w1, b2, h), (v1, v2, g)):
+            assert a2.is_contiguous() and along_n(further.mT) == along_n(weight.mT)
+            out.copy_(grouped(x, weight.mT, sizes) + grouped(a2, further.mT, sizes))
+        a.copy_(plain_activation.activate(h, g, name_of(activation)))
 
     def hopper_up_pairs(self, x, w, a2, b2, places, bias, sizes, activation, tiling, workspace, a, pairs):
         total = self.sum("pairs", x, w.mT, a2, None if b2 is None else b2.mT, sizes)
@@ -142,20 +157,23 @@ def added(monkeypatch):
 @pytest.mark.parametrize("which", [(), ("up", "down")], ids=["", "biased"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.code)
 def test_products_of_factors_were_added_in_memory(gemms, many_rows, monkeypatch, layout, which):
-    """h, g, y and d, and dx where gate and up are one matrix; of three pairs the third is still added."""
+    """h and g, whose GEMM with the activation adds no bias, y, d and dx, which has three pairs where gate and up lie apart."""
     in_memory = added(monkeypatch)
     of_lora.check(layout, torch.device("cpu"), torch.bfloat16, "hopper", which=which, frozen=("w1", "w2", "v1", "weights"))
-    one = "biased" if which else "rows"
-    expected = ["pairs", one, "down_backward_pairs", "rows"] if layout.is_paired else [one, one, one, "rows"]
-    assert gemms.second == expected and len(in_memory) == (not layout.is_paired)
+    if layout.is_paired:
+        expected = ["pairs", "biased" if which else "rows", "down_backward_pairs", "rows"]
+    else:
+        expected = [*(["biased"] * 3 if which else ["glu", "rows"]), "rows", "three pairs"]
+    assert gemms.low == expected and not in_memory
 
 
 def test_few_rows_are_composed_unless_their_number_may_not_decide(gemms, monkeypatch):
     monkeypatch.setattr(hopper.Hopper, "has_few_rows", lambda self, rows, groups: True)
     of_lora.check(LAYOUTS[0], torch.device("cpu"), torch.bfloat16, "hopper")
-    assert gemms.second == [] and "few" in gemms.names
+    assert gemms.low == ["three pairs"] and "few" in gemms.names  # of forward: backward's two pairs never were few rows' kernel's
+    gemms.low.clear()
     of_lora.check(LAYOUTS[0], torch.device("cpu"), torch.bfloat16, "hopper_batch_invariant")
-    assert gemms.second == ["rows"] * 4
+    assert gemms.low == ["glu", "rows", "rows", "three pairs"]
 
 
 def inputs(dtype, device, sizes, inner, columns, rank, behind=8):
@@ -187,7 +205,7 @@ def test_factors_of_any_strides_are_read_as_the_weight_lies(gemms, many_rows, b_
         for bias in (None, torch.zeros(4, 40, dtype=torch.bfloat16)):
             got = HOPPER.product_low_rank(a, weight, bias, sizes, trans_b, a2, LIES[b2_lies](b2))
             assert torch.equal(got[:16], expected)
-    assert gemms.second == ["rows", "biased"] * 2
+    assert gemms.low == ["rows", "biased"] * 2
 
 
 @pytest.mark.parametrize("paired", [False, True], ids=["apart", "pairs"])
@@ -208,7 +226,7 @@ def test_the_kernels_with_the_activation_take_the_pair(gemms, many_rows, monkeyp
         a, dh, *_ = HOPPER.down_backward_low_rank(rows, w2, sizes, h, None, None, "silu", low)
         of_d = expected.clone()
         assert torch.equal(a, plain_activation.activate_backward(h, None, of_d, slots, None, "silu")[0]) and torch.equal(dh, of_d)
-    assert gemms.second == (["down_backward_pairs", "pairs"] if paired else ["down_backward"] * 2)
+    assert gemms.low == (["down_backward_pairs", "pairs"] if paired else ["down_backward"] * 2)
     gathering.layer_config.cache_clear()
 
 
@@ -249,6 +267,104 @@ def test_sums_of_two_lengths_by_every_tiling(on_hopper, sizes, rank, dtype):
                 hopper.launch_rows(config, a, weights[0], a2, weights[1], on_device, trans_b, out)
                 assert_as_accurate_as(out[:rows], baseline, exact, f"{inner=}, {trans_b=}, {config}")
                 assert bool(out[rows:].isnan().all()), config
+
+
+@pytest.mark.gpu
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
+@pytest.mark.parametrize("sizes", [SIZES, [0, 9, 0], [0] * 5, [5000, 3]], ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
+def test_sums_of_three_lengths_by_every_tiling(on_hopper, sizes, dtype):
+    """Each pair is the shortest in one of these, and the longest; splits of a sum begin in each."""
+    for inners, columns in (((72, 72, 16), 264), ((768, 768, 16), 512), ((8, 8, 80), 72), ((8, 328, 64), 264), ((200, 8, 8), 640),
+                            ((64, 128, 328), 392)):
+        of_pairs = [inputs(dtype, DEVICE, sizes, first, columns, other, behind=40) for first, other in (inners[:2], (inners[2], 8))]
+        (a, b, a2, b2, on_device), (a3, b3, *_) = of_pairs
+        rows = sum(sizes)
+        exact, baseline = ((summed(a, b, a2, b2, on_device, wide) + grouped(a3, b3, on_device, wide)[:rows])
+                           for wide in (torch.float64, torch.float32))
+        for trans_b in (False, True):
+            first, second, third = (w.mT.contiguous() if trans_b else w for w in (b, b2, b3))
+            for config in CONFIGS:
+                exact_inputs.poison(DEVICE)  # and with it the workspace
+                out = torch.full((rows + 40, columns), float("nan"), dtype=dtype, device=DEVICE)
+                hopper.launch_rows(config, a, first, a2, second, on_device, trans_b, out, a3, third)
+                assert_as_accurate_as(out[:rows], baseline.to(dtype), exact, f"{inners=}, {trans_b=}, {config}")
+                assert bool(out[rows:].isnan().all()), config
+
+
+def separate(stack):
+    """Its matrices as tensors of their own, in memory that is not in their order."""
+    made = {e: stack[e].clone() for e in reversed(range(stack.size(0)))}
+    return SeparateWeights([made[e] for e in range(stack.size(0))])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [8, 24, 80])
+@pytest.mark.parametrize("lies", ["as it is", "transposed"])
+def test_the_gradient_of_a_glus_rows_of_stacks_and_of_lists(on_hopper, lies, rank):
+    dh, w1, a2, b2, sizes = inputs(torch.bfloat16, DEVICE, SIZES, 200, 264, rank)
+    dg, v1, *_ = inputs(torch.bfloat16, DEVICE, SIZES, 200, 264, rank)
+    dg, v1 = dg.flip(0), v1.flip(0)
+    rows = sum(SIZES)
+    exact, baseline = (grouped(dg, v1, sizes, wide)[:rows] + summed(dh, w1, a2, b2, sizes, wide) for wide in (torch.float64, torch.float32))
+    w1, v1 = LIES[lies](w1), LIES[lies](v1)
+    for engine, (one, other), b2_lies in itertools.product((HOPPER, INVARIANT), ((w1, v1), (separate(w1), separate(v1))), LIES):
+        exact_inputs.poison(DEVICE)
+        got = engine.up_backward_low_rank(dh, one, dg, other, sizes, LowRank(a2, LIES[b2_lies](b2)))
+        assert_as_accurate_as(got[:rows], baseline.bfloat16(), exact, f"{engine.name}, {b2_lies}")
+
+
+@pytest.mark.gpu
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
+@pytest.mark.parametrize("activation", ["silu", activation_name(GPT_OSS), "gelu", "relu"])
+@pytest.mark.parametrize("ffn, hidden, rank", [(72, 8, 80), (264, 200, 8), (392, 72, 64), (1032, 520, 24)], ids=str)
+def test_gate_and_up_of_two_pairs_in_one_gemm(on_hopper, ffn, hidden, rank, activation, dtype):
+    """h and g have the bits of a GEMM each; a is the activation's of these."""
+    x, w1, t, b2, sizes = inputs(dtype, DEVICE, SIZES, hidden, ffn, rank)
+    v1, v2 = w1.flip(0), b2.flip(0)
+    rows, guard = sum(SIZES), 300
+    configs = [GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, cluster_n=2, tile_counter=True, most_ahead=4)]
+    for along_f in (False, True) if activation not in ("gelu", "relu") else (False,):
+        lies = [b.mT if along_f else b.mT.contiguous() for b in (w1, v1, b2, v2)]  # [E,F,.]
+        products = [torch.empty(x.size(0), ffn, dtype=dtype, device=DEVICE) for _ in range(2)]
+        for weight, low, product in zip(lies[:2], lies[2:], products):
+            if along_f:
+                weight, low = weight.mT, low.mT
+            hopper.launch_rows(GemmConfig(WIDE), x, weight, t, low, sizes, not along_f, product)
+        h, g = (product[:rows] for product in products)
+        baseline, exact = (plain_activation.activate(h.to(wide), g.to(wide), activation) for wide in (dtype, torch.float64))
+        for config in configs[along_f:]:
+            around = [torch.full((x.size(0) + 2 * guard, ffn), 7.0, dtype=dtype, device=DEVICE) for _ in range(3)]
+            inner = [each[guard:-guard] for each in around]
+            exact_inputs.poison(DEVICE)
+            hopper.launch_up(config, x, None, 1, *lies[:2], sizes, activation, *inner, t, *lies[2:])
+            assert torch.equal(inner[1][:rows], h) and torch.equal(inner[2][:rows], g), config
+            assert_as_accurate_as(inner[0][:rows], baseline, exact, f"{along_f=}, {config}")
+            assert all(bool((each[:guard] == 7).all() & (each[guard + rows:] == 7).all()) for each in around)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b2_lies", LIES)
+@pytest.mark.parametrize("lies", ["as it is", "transposed"])
+def test_the_engines_gate_and_up(on_hopper, lies, b2_lies):
+    """Of stacks and of lists, with factors of any strides, and the same bits however many rows there are."""
+    x, w1, t, b2, sizes = inputs(torch.bfloat16, DEVICE, [1000], 328, 264, 16, behind=0)
+    v1, v2 = w1.flip(1), b2.flip(1)
+    low = LowRank(t, LIES[b2_lies](b2), LIES[b2_lies](v2))
+    w1, v1 = (LIES[lies](w).mT for w in (w1, v1))
+    slots = RoutingPlan.from_experts(torch.zeros(1000, 1, dtype=torch.int32, device=DEVICE), 1).slot_map
+    exact_inputs.poison(DEVICE)
+    for engine in (HOPPER, INVARIANT):
+        a, h, g = engine.up_low_rank(GatheredRows(None, slots, x), w1, v1, None, None, sizes, "silu", True, low)
+        for got, weight, further in ((h, w1, b2), (g, v1, v2)):
+            exact, baseline = (summed(x, weight.mT, t, further, sizes, wide) for wide in (torch.float64, torch.float32))
+            assert_as_accurate_as(got, baseline.bfloat16(), exact, engine.name)
+        assert_as_accurate_as(a, plain_activation.activate(h, g, "silu"), plain_activation.activate(h.double(), g.double(), "silu"), "a")
+    for rows in (1, 7, 64, 130):
+        few = INVARIANT.up_low_rank(GatheredRows(None, slots, x[:rows]), w1, v1, None, None, torch.tensor([rows], device=DEVICE), "silu",
+                                    True, low._replace(rows_PR=t[:rows]))
+        assert all(torch.equal(one, other[:rows]) for one, other in zip(few, (a, h, g))), rows
 
 
 @pytest.mark.gpu
@@ -309,14 +425,29 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(on_hopper):
 def test_a_second_pair_that_does_not_fit_is_refused(on_hopper):
     a, b, a2, b2, sizes = inputs(torch.bfloat16, DEVICE, [8], 64, 64, 16, behind=0)
 
-    def call(a2, b2, trans_b=False):
-        hopper.launch_rows(GemmConfig(WIDE), a, b, a2, b2, sizes, trans_b, torch.empty_like(a))
+    def call(a2, b2, a3=None, b3=None):
+        hopper.launch_rows(GemmConfig(WIDE), a, b, a2, b2, sizes, False, torch.empty_like(a), a3, b3)
 
     with pytest.raises(RuntimeError, match="hopper_rows: expected a2 with 8 rows, got 7"):
         call(a2[:7], b2)
-    with pytest.raises(RuntimeError, match=r"hopper_rows: expected b2 .* 64 columns and a2's inner dimension of 16, got \[1,8,64\]"):
+    with pytest.raises(RuntimeError, match=r"hopper_rows: expected b2 .* 64 columns and an inner dimension of 16, got \[1,8,64\]"):
         call(a2, b2[:, :8])
     with pytest.raises(RuntimeError, match="hopper_rows: expected b2 contiguous along N, as b is"):
         call(a2, b2.mT.contiguous().mT)
     with pytest.raises(RuntimeError, match="hopper_rows: expected a2 and b2, or neither"):
         call(a2, None)
+    with pytest.raises(RuntimeError, match="hopper_rows: expected a3 with 8 rows, got 7"):
+        call(a2, b2, a2[:7], b2)
+    with pytest.raises(RuntimeError, match="hopper_rows: expected b3 contiguous along N, as b is"):
+        call(a2, b2, a2, b2.mT.contiguous().mT)
+    with pytest.raises(RuntimeError, match="hopper_rows: expected a2 and b2 where there are a3 and b3"):
+        call(None, None, a2, b2)
+    outs, weights = [torch.empty_like(a) for _ in range(3)], (b.mT.contiguous(), b.mT.contiguous())
+    for further, message in (((a2, b2.mT.contiguous(), None), "expected a2, b2 and v2, or none of them"),
+                             ((a2, b2.mT.contiguous(), b2.mT), "expected v2 contiguous along K, as b is"),
+                             ((a2, b2.mT.contiguous(), b2.mT.contiguous()[:, :8]), r"expected v2 .* 64 columns .*, got \[1,8,16\]")):
+        with pytest.raises(RuntimeError, match="hopper_up_glu: " + message):
+            hopper.launch_up(GemmConfig(WIDE), a, None, 1, *weights, sizes, "silu", *outs, *further)
+    with pytest.raises(RuntimeError, match="hopper_up_glu: expected rows that are gathered"):
+        hopper.launch_up(GemmConfig(WIDE), a, torch.arange(8, device=DEVICE).int(), 1, *weights, sizes, "silu", *outs, a2,
+                         *[b2.mT.contiguous()] * 2)

@@ -7,6 +7,8 @@ import torch
 
 from gbmoe import launch
 from gbmoe.launch import availability
+from gbmoe.testing import exact_inputs
+from tests.conftest import FLOATS, dtype_id
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.uint8]
 
@@ -42,6 +44,27 @@ def test_live_rows_keep_their_nan(device):
     slot_of_row = some_slots(9, device)
     launch.clear_rows_without_slot(slot_of_row, rows_PF)
     assert torch.equal(rows_PF.isnan().all(1), slot_of_row >= 0) and torch.equal((rows_PF == 0).all(1), slot_of_row < 0)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("weights_dtype", [None, *FLOATS], ids=str)
+def test_rows_times_weights_had_anything_in_rows_without_a_slot(device, dtype, weights_dtype):
+    for rows, length, slots in ((0, 8, 4), (1, 8, 1), (33, 5, 20), (1000, 24, 900), (300, 80, 301)):
+        memory = torch.full((rows + 2, length), float("nan"), dtype=dtype, device=device)
+        memory[1:-1] = exact_inputs.exact_values(rows, length, dtype=dtype, device=device, seed=1)
+        weights = None if weights_dtype is None else exact_inputs.exact_values(slots, 1, dtype=weights_dtype, device=device, seed=2)
+        slot_of_row = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).int().to(device)
+        slot_of_row[::7] = -1
+        slot_of_row[1::9] = -2
+        live = (slot_of_row >= 0) & ((slot_of_row < slots) | (weights is None))
+        memory[1:-1][~live] = float("nan")
+        expected = torch.zeros(rows, length, dtype=dtype, device=device)
+        wide = torch.promote_types(dtype, torch.float32)
+        scale = 1 if weights is None else weights.flatten()[slot_of_row[live].long()].unsqueeze(1).to(wide)
+        expected[live] = (memory[1:-1][live].to(wide) * scale).to(dtype)
+        exact_inputs.poison(torch.device(device))
+        assert torch.equal(launch.weigh_rows(memory[1:-1], slot_of_row, weights), expected)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ def test_what_is_added_to_rows_is_rounded_once_and_nothing_next_to_them_is_touch
 
 
 @pytest.mark.memcheck
-@pytest.mark.parametrize("shape", [(1, 8, 8), (5, 33, 24), (3, 1, 40), (129, 70, 16), (2, 0, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (5, 33, 24), (3, 1, 40), (129, 70, 16), (8, 264, 12), (2, 0, 8)], ids=str)
 def test_copies_in_every_order_of_dimensions(device, shape):
     for dtype, to_dtype, scale in [(torch.float32, torch.bfloat16, 0.75), (torch.bfloat16, torch.float32, 2.0),
                                    (torch.float16, torch.float16, 1.0), (torch.float64, torch.float32, 0.5)]:
@@ -34,6 +34,23 @@ def test_copies_in_every_order_of_dimensions(device, shape):
             exact_inputs.poison(device)
             back.fill_(float("nan"))
             assert launch.copy_scaled(lying, scale, back) is back and torch.equal(back, (values * scale).to(to_dtype)), (order, to_order)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("cut", [(0, 0, 4), (0, 3, 0), (1, 0, 1), (2, 4, 3)], ids=str)
+def test_copies_of_parts_of_tensors_took_two_dimensions_for_one(device, cut):
+    """Nothing between the parts of what is written is touched."""
+    shape = (36, 20, 32)
+    values = exact_inputs.exact_values(*shape, dtype=torch.bfloat16, device=device, seed=3)
+    whole, part = [size + gap for size, gap in zip(shape, cut)], tuple(slice(gap, None) for gap in cut)
+    for orders in itertools.product(itertools.permutations(range(3)), repeat=2):
+        lying, back = (torch.full([whole[dim] for dim in order], 7.0, dtype=torch.bfloat16, device=device)
+                       .permute([order.index(dim) for dim in range(3)]) for order in orders)
+        lying[part] = values
+        expected = back.clone()
+        expected[part] = values * 0.5
+        launch.copy_scaled(lying[part], 0.5, back[part])
+        assert torch.equal(back, expected), orders
 
 
 def test_rows_are_aligned_or_copied():

@@ -39,6 +39,17 @@ def test_rows_gemm(device, rows, groups, inner, columns, config):
     assert tuning.rows_gemm(device, rows, groups, inner, columns) == config
 
 
+@pytest.mark.parametrize("rows, groups, inner, columns, config", [
+    (32768, 128, 2048, 16, GemmConfig(SQUARE, ping_pong=True, tile_counter=True)),  # adapters' ranks: no split, where all CTAs have tiles
+    (32768, 128, 768, 16, GemmConfig(SQUARE, ping_pong=True)),
+    (32768, 128, 7168, 128, GemmConfig(SQUARE, ping_pong=True, tile_counter=True)),
+    (32768, 128, 2048, 136, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),  # two tiles, which share their rows
+    (16384, 128, 2048, 16, GemmConfig(WIDE, tile_counter=True, split=ROWS)),  # fewer tiles than multiprocessors
+])
+def test_products_with_the_columns_of_a_rank(rows, groups, inner, columns, config):
+    assert tuning.rows_gemm(H200, rows, groups, inner, columns) == config
+
+
 @measured
 @pytest.mark.parametrize("rows, columns, config", [
     (512, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),  # 128 wide tiles, which all run at once

@@ -17,15 +17,12 @@ namespace gbmoe {
 namespace {
 
 using hopper::Eight, hopper::k_block_of_cta, hopper::GroupSizes, hopper::KBlock, hopper::kKBlockColumns, hopper::KBlockNumbers;
-using hopper::kKBlockRows, hopper::KBlockShared, hopper::KBlockThread, hopper::kKBlockThreadRows, hopper::kKBlockThreads;
+using hopper::kKBlockRows, hopper::KBlocks, hopper::KBlockShared, hopper::KBlockThread, hopper::kKBlockThreadRows,
+    hopper::kKBlockThreads;
 using hopper::kKBlockRowThreads, hopper::kVector, hopper::pack, hopper::pack_float8, hopper::ScaledRows, hopper::store_k_block;
 using hopper::sum_dots, hopper::TileScale, hopper::tile_scale, hopper::unpack;
 
 constexpr int kRows = kKBlockThreadRows;  // of a thread; the 16 threads of half a warp have the same ones
-struct KBlocks {
-  uint8_t* values;
-  float* scales;
-};
 
 // Combines numbers over the threads of half a warp, so that thread i gets number i of all. The order is fixed. Whole warps come here.
 template <int kNumbers, typename N, typename Combine>
@@ -144,7 +141,7 @@ __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_
     if (own.vector < kRows && row < block.rows) dots[static_cast<int64_t>(tile) * sizes.rows + block.first_row + row] = of_row;
   }
   const auto store = [&](const KBlockNumbers& numbers, const KBlocks& to) {
-    store_k_block<T>(numbers, shared, k_block, first_column, columns, power_of_two, to.values, to.scales);
+    store_k_block<T>(numbers, shared, k_block, first_column, columns, power_of_two, to);
   };
   store(a, a_blocks);
   store(dh, dh_blocks);
@@ -152,14 +149,20 @@ __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_
 #endif
 }
 
+// Of all columns of a tensor [B,F,128], or of every second one of a tensor [B,2F,128].
 KBlocks k_blocks(const std::optional<Tensor>& values, const std::optional<Tensor>& scales) {
-  return {data<uint8_t>(values), data<float>(scales)};
+  if (!values || !scales) return {nullptr, nullptr, 1};
+  const auto step = static_cast<int>(scales->stride(1));
+  const bool fits = (step == 1 || step == 2) && values->stride(1) == step * kKBlockRows && values->stride(2) == 1 &&
+                    scales->stride(0) == step * scales->size(1) && values->stride(0) == scales->stride(0) * kKBlockRows;
+  STD_TORCH_CHECK(fits, "activate_backward_k_blocks: expected k-blocks that are contiguous, or every second column of such");
+  return {data<uint8_t>(values), data<float>(scales), step};
 }
 
 }  // namespace
 
 // activate_backward, whose results leave in e4m3 alone: quantize_rows of dh and dg, except for rows after the last expert's, and
-// quantize_k_blocks of a', dh and dg, which share filled_rows. grad_weights of slots whose rows lie after the last expert is undefined. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
+// quantize_k_blocks of a', dh and dg, which share filled_rows. Those of dh and dg may be every second column of k-blocks [B,2F,128] each. grad_weights of slots whose rows lie after the last expert is undefined. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
 void activate_backward_k_blocks(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, Tensor sizes,
     std::vector<double> activation, bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg,

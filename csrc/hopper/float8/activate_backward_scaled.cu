@@ -1,6 +1,9 @@
 // The gradient of the experts' activation as in activation_kernels.cu, to the bit, and dh and dg in e4m3 as well (float8.cuh): what the
 // products of rows that come next read. The gradients of weights read dh and dg in 16 bits, from which they are quantised.
 //
+// In 16 bits dh and dg may be pairs, element by element [P,2F]: of weights that have gate and up in turns, whose gradient is one product
+// then. a' takes the place of d there, as dh does elsewhere, so that no more memory is needed.
+//
 // Bytes at the least, with g: 14PF, where dh and dg that are read once more to be quantised make 18PF.
 
 #include <cstdint>
@@ -19,7 +22,8 @@ constexpr int kThreads = 256, kWarpsPerCta = kThreads / 32;
 // Each warp owns two rows, and goes along them in steps of two tiles, one for each half of the warp. All lanes stay to the end of a row,
 // because the shuffles need them: one after the row's end computes on zeros and stores nothing. Where the number of rows is odd, the last
 // row is computed twice, with the same results. The activation is a template parameter, because one kernel for all of them takes 102
-// registers, where no single one takes more than 80.
+// registers, where no single one takes more than 80. Where a_PF is null dh and dg go to dg_PF in pairs. A lane's d has been read then
+// before a' takes its place: no other lane reads it.
 template <typename T, int kKind>
 __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
     const Numbers<T>* h_PF, const Numbers<T>* g_PF, Numbers<T>* d_PF, const int* slot_of_row, Scalars weights,
@@ -42,9 +46,14 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
   const auto compute = [&](Row<float>& of, int64_t row, int v, const Operands& operands) {
     const auto result = activation_gradients<kKind, T, kVector>(of, operands, g_PF != nullptr, activation);
     if (v < vectors) {
-      a_PF[of.first + v] = result.a;
-      d_PF[of.first + v] = result.dh;
-      if (g_PF) dg_PF[of.first + v] = result.dg;
+      const bool in_pairs = a_PF == nullptr;
+      (in_pairs ? d_PF : a_PF)[of.first + v] = result.a;
+      if (in_pairs) {
+        store_pairs(dg_PF, of.first + v, result.dh, result.dg);
+      } else {
+        d_PF[of.first + v] = result.dh;
+        if (g_PF) dg_PF[of.first + v] = result.dg;
+      }
     }
     __syncwarp();
     store_scaled<T>(scaled_dh, row, v, vectors, result.dh, power_of_two);
@@ -65,14 +74,17 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
 
 }  // namespace
 
-// activate_backward, and quantize_rows of dh and dg
+// activate_backward, and quantize_rows of dh and dg. Without `a`, which needs g: d becomes a', and dg is [P,2F], the pairs of dh and dg
 void activate_backward_scaled(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights,
-    std::vector<double> activation, bool power_of_two, Tensor a, std::optional<Tensor> dg, Tensor scaled_dh, Tensor scales_dh,
-    std::optional<Tensor> scaled_dg, std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights) {
+    std::vector<double> activation, bool power_of_two, std::optional<Tensor> a, std::optional<Tensor> dg, Tensor scaled_dh,
+    Tensor scales_dh, std::optional<Tensor> scaled_dg, std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights) {
   const ActivationOf of_activation = activation_of(activation);
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (h.numel() == 0) return;
+  STD_TORCH_CHECK(
+      a || (g && dg && dg->size(1) == 2 * h.size(1)),
+      "activate_backward_scaled: expected a, or g and dg with two columns for each of h");
   const uint32_t slots = count_of_slots(weights);
   const ScaledRows rows_dh{data<Eight>(scaled_dh), data<float>(scales_dh)}, rows_dg{data<Eight>(scaled_dg), data<float>(scales_dg)};
   GBMOE_DISPATCH_16_BIT(h.scalar_type(), "activate_backward_scaled", {
@@ -92,9 +104,10 @@ void activate_backward_scaled(
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-GBMOE_OPERATOR(activate_backward_scaled,
-               "(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, float[] activation, bool "
-               "power_of_two, Tensor(b!) a, Tensor(c!)? dg, Tensor(d!) scaled_dh, Tensor(e!) scales_dh, Tensor(f!)? "
-               "scaled_dg, Tensor(g!)? scales_dg, Tensor(h!)? grad_weights) -> ()");
+GBMOE_OPERATOR(
+    activate_backward_scaled,
+    "(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, float[] activation, bool "
+    "power_of_two, Tensor(b!)? a, Tensor(c!)? dg, Tensor(d!) scaled_dh, Tensor(e!) scales_dh, Tensor(f!)? "
+    "scaled_dg, Tensor(g!)? scales_dg, Tensor(h!)? grad_weights) -> ()");
 
 }  // namespace gbmoe

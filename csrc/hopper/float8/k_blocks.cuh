@@ -94,12 +94,20 @@ struct KBlockShared {
   alignas(8) uint32_t transposed[kKBlockColumns][kKBlockRows / 4];
 };
 
-// The scale of every column of the CTA's share, from `first_column` on: to `scales`, [k_block][column], and to the shared memory that all
+// Where k-blocks go: values [k_block][column][row], scales [k_block][column]. `step` is from a column to the next: 1, or 2 where every
+// second one belongs to other numbers.
+struct KBlocks {
+  uint8_t* values;
+  float* scales;
+  int step;
+};
+
+// The scale of every column of the CTA's share, from `first_column` on: to `out.scales`, and to the shared memory that all
 // threads see when this returns.
 template <typename T>
 __device__ __forceinline__ void scale_columns(
     const KBlockNumbers& pair, KBlockShared& shared, int k_block, int first_column, int columns, bool power_of_two,
-    float* scales) {
+    const KBlocks& out) {
   // Magnitudes of 16 bits are in the order of their bits as integers, NaN above infinity.
   uint32_t largest[kKBlockVector / 2] = {};
 #pragma unroll
@@ -124,18 +132,18 @@ __device__ __forceinline__ void scale_columns(
     const TileScale scale = tile_scale(threadIdx.x % 2 ? magnitudes.y : magnitudes.x, power_of_two);
     shared.encode_of_column[threadIdx.x] = scale.encode;
     const int own = first_column + static_cast<int>(threadIdx.x);
-    if (own < columns) scales[static_cast<int64_t>(k_block) * columns + own] = scale.decode;
+    if (own < columns) out.scales[(static_cast<int64_t>(k_block) * columns + own) * out.step] = scale.decode;
   }
   __syncthreads();
 }
 
-// Quantises the CTA's share of a k-block, and stores it to `out` [k_block][column][row]. All threads come here; `shared` is free again for
+// Quantises the CTA's share of a k-block, and stores it to `out`. All threads come here; `shared` is free again for
 // the next call.
 template <typename T>
 __device__ __forceinline__ void store_k_block(
-    const KBlockNumbers& pair, KBlockShared& shared, int k_block, int first_column, int columns, bool power_of_two, uint8_t* out,
-    float* scales) {
-  scale_columns<T>(pair, shared, k_block, first_column, columns, power_of_two, scales);
+    const KBlockNumbers& pair, KBlockShared& shared, int k_block, int first_column, int columns, bool power_of_two,
+    const KBlocks& out) {
+  scale_columns<T>(pair, shared, k_block, first_column, columns, power_of_two, out);
   const KBlockThread own;
   float encode[kKBlockVector];
 #pragma unroll
@@ -160,13 +168,14 @@ __device__ __forceinline__ void store_k_block(
     }
   }
   __syncthreads();
+  constexpr int kAtOnce = kKBlockThreads / 16;  // columns
+  const int64_t first = static_cast<int64_t>(k_block) * columns + first_column + threadIdx.x / 16;
+  uint8_t* to = out.values + first * (out.step * kKBlockRows) + threadIdx.x % 16 * 8;
 #pragma unroll
-  for (int i = 0; i < kKBlockColumns / (kKBlockThreads / 16); ++i) {
-    const int c = i * (kKBlockThreads / 16) + threadIdx.x / 16, eight = threadIdx.x % 16;  // a column, and eight of its rows
+  for (int i = 0; i < kKBlockColumns / kAtOnce; ++i, to += kAtOnce * kKBlockRows * out.step) {
+    const int c = i * kAtOnce + threadIdx.x / 16, eight = threadIdx.x % 16;  // a column, and eight of its rows
     if (first_column + c >= columns) continue;
-    const uint2 value = *reinterpret_cast<const uint2*>(&shared.transposed[c][(eight * 2) ^ (c / 8 * 2)]);
-    *reinterpret_cast<uint2*>(out + (static_cast<int64_t>(k_block) * columns + first_column + c) * kKBlockRows + eight * 8) =
-        value;
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(&shared.transposed[c][(eight * 2) ^ (c / 8 * 2)]);
   }
 }
 

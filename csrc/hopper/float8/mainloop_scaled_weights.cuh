@@ -112,7 +112,7 @@ template <typename Traits> struct ScaledWeightsMainLoop {
       const typename Traits::Accumulators& sum, const Arguments& args, const Tile& tile, uint32_t buffer) {
     const int lane = threadIdx.x % 32, vector = lane % 8, first_row = tile.m + threadIdx.x / 32 * 16;
     if (first_row >= args.size_m) return;
-    Output* const out = static_cast<Output*>(args.out[0]);
+    Output* const out = static_cast<Output*>(args.out[0]) + tile.group * args.out_pitch.group;
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kTileN / 64; ++chunk) {
       if (tile.n + chunk * 64 >= args.size_n) break;
@@ -130,8 +130,7 @@ template <typename Traits> struct ScaledWeightsMainLoop {
       for (int line = lane / 8; line < 16; line += 4) {
         const int4 value = load_shared_16(buffer + line * kLineBytes + ((vector ^ (line & 7)) << 4));
         if (column >= args.size_n) continue;
-        const int64_t row = static_cast<int64_t>(tile.group) * args.size_m + first_row + line;
-        *reinterpret_cast<int4*>(out + row * args.size_n + column) = value;
+        *reinterpret_cast<int4*>(out + static_cast<int64_t>(first_row + line) * args.out_pitch.row + column) = value;
       }
       __syncwarp();
     }

@@ -78,7 +78,7 @@ template <typename T, typename Rows> __global__ void __launch_bounds__(kKBlockTh
     const uint4 numbers = Rows::numbers(loaded[i]);
     pair[i][0] = numbers.x, pair[i][1] = numbers.y, pair[i][2] = numbers.z, pair[i][3] = numbers.w;
   }
-  store_k_block<T>(pair, shared, k_block, first_column, columns, power_of_two, out, scales);
+  store_k_block<T>(pair, shared, k_block, first_column, columns, power_of_two, {out, scales, 1});
 #endif
 }
 

@@ -5,7 +5,7 @@
 namespace gbmoe {
 
 // out[e] [M,N] = the sum over the rows of e of a's times b's, bf16 or fp16; both as quantize_k_blocks makes them of the same sizes, a
-// [B,M,128] and b [B,N,128]
+// [B,M,128] and b [B,N,128]. The rows of out and its matrices may lie any multiples of 16 bytes apart
 void hopper_scaled_weights(
     Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor filled_rows, std::vector<int64_t> tiling, Tensor workspace, Tensor out) {
   using namespace hopper;
@@ -17,6 +17,11 @@ void hopper_scaled_weights(
   Arguments args = arguments(filled_rows, rows, out.size(2), tiles);
   args.size_m = static_cast<int>(out.size(1));
   args.out[0] = out.data_ptr();
+  args.out_pitch = {
+      static_cast<int>(out.stride(1)), out.size(0) > 1 ? out.stride(0) : 0};  // of a single matrix it may be anything
+  STD_TORCH_CHECK(
+      out.stride(2) == 1 && out.stride(1) % 8 == 0 && args.out_pitch.group % 8 == 0 && out.stride(1) <= INT32_MAX,
+      "hopper_scaled_weights: expected out with rows at multiples of 16 bytes");
   TensorMaps maps{};
   maps.a[0] = tensor_map(a, kTileM);
   maps.b[0] = tensor_map(b, box_of_b(kWideTileN));
