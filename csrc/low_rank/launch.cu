@@ -38,7 +38,10 @@ template <typename F> void with_ranks(const char* name, int64_t ranks, const F& 
 
 template <typename Arguments> Arguments arguments(const char* name, const Tensor& sizes, const Tensor& rows, const Tensor& out) {
   STD_TORCH_CHECK(out.scalar_type() == rows.scalar_type(), name, ": out has another dtype than the operands");
+  const ScalarType dtype = rows.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, name, ": expected bfloat16 or float16");
   Arguments args{};
+  args.is_half = dtype == ScalarType::Half;
   args.sizes = sizes.data_ptr();
   args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
   args.groups = static_cast<int>(sizes.numel());
@@ -63,11 +66,9 @@ void rank_product(
   args.b[0] = b.data_ptr(), args.b[1] = b2 ? b2->data_ptr() : nullptr;
   args.pitch_b = common_pitch("rank_product", b, b2);
   args.out = out.data_ptr();
-  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "rank_product", {
-    with_ranks("rank_product", out.size(1), [&](auto ranks) {
-      if (along_r) launch<ProductTraits<T, ranks.value, false>>(args, a);
-      else launch<ProductTraits<T, ranks.value, true>>(args, a);
-    });
+  with_ranks("rank_product", out.size(1), [&](auto ranks) {
+    if (along_r) launch<ProductTraits<ranks.value, false>>(args, a);
+    else launch<ProductTraits<ranks.value, true>>(args, a);
   });
 }
 
@@ -86,12 +87,7 @@ void rank_gradient(Tensor left, Tensor right, std::optional<Tensor> slot_of_row,
   args.slot_of_row = data<const int>(slot_of_row);
   args.out = out.data_ptr();
   args.pitch_out = pitch_of("rank_gradient", out);
-  GBMOE_DISPATCH_16_BIT(left.scalar_type(), "rank_gradient", {
-    with_ranks("rank_gradient", out.size(1), [&](auto ranks) {
-      if (args.slot_of_row) launch<GradientTraits<T, ranks.value, true>>(args, left);
-      else launch<GradientTraits<T, ranks.value, false>>(args, left);
-    });
-  });
+  with_ranks("rank_gradient", out.size(1), [&](auto ranks) { launch<GradientTraits<ranks.value>>(args, left); });
 }
 
 GBMOE_OPERATOR(

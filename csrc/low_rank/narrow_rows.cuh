@@ -10,6 +10,8 @@ namespace gbmoe::low_rank {
 
 using tensor_core::kChunkBytes;
 
+using Bits = uint16_t;  // an element in memory: to copy and to arrange it, its dtype need not be known
+
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
 // Rows in shared memory of kRanks elements of 16 bits, of which 32 to 128 bytes follow one another without a gap. Chunks are permuted
@@ -22,6 +24,10 @@ template <int kRanks> struct NarrowRows {
     return row * kPitch + (chunk ^ (row / (8 / kChunksOfRow) & (kChunksOfRow - 1))) * kChunkBytes;
   }
 };
+
+__device__ __forceinline__ uint32_t pack(float low, float high, bool is_half) {
+  return is_half ? tensor_core::pack(low, high, __half()) : tensor_core::pack(low, high, __nv_bfloat16());
+}
 
 struct TileOfRows {
   int group;      // -1: there are fewer tiles
@@ -100,18 +106,17 @@ template <typename Arguments> __device__ __forceinline__ TileOfRows rows_of_grou
 // one is multiplied. All threads of the CTA together.
 template <int kStages, typename Copy, typename Multiply>
 __device__ __forceinline__ void for_blocks(int blocks, const Copy& copy, const Multiply& multiply) {
-#pragma unroll 1  // copies are long
-  for (int block = 0; block < kStages - 1; ++block) {
-    if (block < blocks) copy(block, block);
+  int stage = 0, free_stage = 0;  // of the block that is multiplied, and of the one that is copied
+#pragma unroll 1
+  for (int block = 1 - kStages; block < blocks; ++block) {  // from the first block's copies on, so that there is one piece of code for all
+    if (block >= 0) {
+      tensor_core::cp_async_wait<kStages - 2>();
+      __syncthreads();  // the block is there, and no warp reads the one before it any more
+    }
+    if (block + kStages - 1 < blocks) copy(block + kStages - 1, free_stage);
     tensor_core::cp_async_commit();
-  }
-  int stage = 0;
-  for (int block = 0; block < blocks; ++block) {
-    tensor_core::cp_async_wait<kStages - 2>();
-    __syncthreads();  // the block is there, and no warp reads the one before it any more
-    const int later = block + kStages - 1;
-    if (later < blocks) copy(later, stage == 0 ? kStages - 1 : stage - 1);
-    tensor_core::cp_async_commit();
+    free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
+    if (block < 0) continue;
     multiply(stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }

@@ -20,26 +20,24 @@ struct GradientArguments {
   int groups;
   int rows;              // P: no group reaches beyond it, whatever its size says
   int ranks, columns;    // R and N, multiples of 8
+  bool is_half;          // fp16, else bf16
   int top_k;
   uint32_t slots;        // T * top_k: a row whose slot is none of these is zeros
   const void *left, *right;  // right is [P,N], or the tokens [T,N] where slot_of_row is given
-  const int* slot_of_row;    // [P]
+  const int* slot_of_row;    // [P], or null
   void* out;
   Pitch pitch_out;
 };
 
-template <typename Element, int kMostRanks, bool kFromTokens> struct GradientTraits {
-  using T = Element;
+template <int kMostRanks> struct GradientTraits {
   static constexpr int kRanks = kMostRanks, kColumns = 128, kBlockRows = 32, kStages = 6;
-  static constexpr bool kGathers = kFromTokens;
-  using TileRight = tensor_core::OperandTile<T, kColumns, 2 * kBlockRows, false>;
+  using TileRight = tensor_core::OperandTile<Bits, kColumns, 2 * kBlockRows, false>;
   static constexpr int kBytesRight = kBlockRows * kColumns * 2, kStageBytes = kBytesRight + kBlockRows * kRanks * 2;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static_assert(kSharedBytes <= 98 << 10, "a CTA has at most 99 KiB on 8.6, 8.9 and 12.0");
 };
 
 template <typename Traits> __device__ __forceinline__ void sum_over_rows(const GradientArguments& args) {
-  using T = typename Traits::T;
   using TileRight = typename Traits::TileRight;
   using NarrowLeft = NarrowRows<Traits::kRanks>;
   constexpr int kBlockRows = Traits::kBlockRows, kFragmentsM = Traits::kRanks / 16, kOfWarp = Traits::kColumns / kWarps;
@@ -54,29 +52,25 @@ template <typename Traits> __device__ __forceinline__ void sum_over_rows(const G
   // The slot of this lane's row of the block that is copied next: it is on its way while a block is multiplied.
   const auto slot_in_block = [&](int block) {
     const int row = block * kBlockRows + lane;
-    return row < of_group.rows ? args.slot_of_row[of_group.row + row] : -1;
+    return args.slot_of_row && row < of_group.rows ? args.slot_of_row[of_group.row + row] : -1;
   };
-  int slot = -1;
-  if constexpr (Traits::kGathers) slot = slot_in_block(0);
+  int slot = slot_in_block(0);
 
   const auto copy = [&](int block, int stage) {
     const int row = of_group.row + block * kBlockRows, rows = of_group.rows - block * kBlockRows;
     const uint32_t to_right = shared + stage * Traits::kStageBytes, to_left = to_right + Traits::kBytesRight;
     const int line = threadIdx.x / 16, chunk = threadIdx.x % 16, column = first_column + chunk * 8;
-    const T* right = static_cast<const T*>(args.right) + column;
-    int token = -1;
-    if constexpr (Traits::kGathers) {
-      token = static_cast<uint32_t>(slot) < args.slots ? slot / args.top_k : -1;
+    const Bits* right = static_cast<const Bits*>(args.right) + column;
+    // The row of right that this lane's row of the block is, or -1.
+    int of_lane = row + lane;
+    if (args.slot_of_row) {
+      of_lane = static_cast<uint32_t>(slot) < args.slots ? slot / args.top_k : -1;
       slot = slot_in_block(block + 1);
     }
 #pragma unroll
     for (int i = 0; i < kBlockRows / 8; ++i) {
-      int from = row + line + 8 * i;
-      bool exists = line + 8 * i < rows && column < args.columns;
-      if constexpr (Traits::kGathers) {
-        from = __shfl_sync(kFullWarp, token, line + 8 * i);
-        exists = exists && from >= 0;
-      }
+      const int from = __shfl_sync(kFullWarp, of_lane, line + 8 * i);
+      const bool exists = line + 8 * i < rows && column < args.columns && from >= 0;
       tensor_core::cp_async_16(to_right + TileRight::offset(line + 8 * i, chunk), right + static_cast<int64_t>(from) * args.columns, exists);
     }
     constexpr int kChunks = NarrowLeft::kChunksOfRow, kAll = kBlockRows * kChunks;
@@ -86,14 +80,15 @@ template <typename Traits> __device__ __forceinline__ void sum_over_rows(const G
       if (kAll % kThreads != 0 && number >= kAll) break;
       tensor_core::cp_async_16(
           to_left + NarrowLeft::offset(of_left, of_row),
-          static_cast<const T*>(args.left) + static_cast<int64_t>(row + of_left) * args.ranks + of_row * 8,
+          static_cast<const Bits*>(args.left) + static_cast<int64_t>(row + of_left) * args.ranks + of_row * 8,
           of_left < rows && of_row * 8 < args.ranks);
     }
   };
 
   float sums[kFragmentsM][4][4] = {};
   const bool works = first_column + warp * kOfWarp < args.columns;
-  const auto multiply = [&](int stage) {
+  const auto multiply_as = [&](int stage, auto element) {
+    using T = decltype(element);
     if (!works) return;
     const uint32_t of_right = shared + stage * Traits::kStageBytes, of_left = of_right + Traits::kBytesRight;
 #pragma unroll
@@ -101,7 +96,7 @@ template <typename Traits> __device__ __forceinline__ void sum_over_rows(const G
       uint32_t b[2][4];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        tensor_core::load_fragments_b<T, Traits::kColumns, 2 * kBlockRows, false>(b[j], of_right, warp * kOfWarp + 16 * j, step);
+        tensor_core::load_fragments_b<Bits, Traits::kColumns, 2 * kBlockRows, false>(b[j], of_right, warp * kOfWarp + 16 * j, step);
       }
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
@@ -113,16 +108,21 @@ template <typename Traits> __device__ __forceinline__ void sum_over_rows(const G
       }
     }
   };
+  // One branch a block, so that both dtypes share an instance.
+  const auto multiply = [&](int stage) {
+    if (args.is_half) multiply_as(stage, __half());
+    else multiply_as(stage, __nv_bfloat16());
+  };
   for_blocks<Traits::kStages>(ceil_div(of_group.rows, kBlockRows), copy, multiply);
   if (!works) return;
 
-  T* out = static_cast<T*>(args.out) + group * args.pitch_out.group;
+  Bits* out = static_cast<Bits*>(args.out) + group * args.pitch_out.group;
   const int column = first_column + warp * kOfWarp + 8 * (lane % 4);
 #pragma unroll
   for (int i = 0; i < 2 * kFragmentsM; ++i) {
     uint32_t words[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = tensor_core::pack(sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1], T());
+    for (int j = 0; j < 4; ++j) words[j] = pack(sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1], args.is_half);
     tensor_core::transpose_among_four_lanes(words);
     const int rank = 8 * i + lane / 4;
     if (rank < args.ranks && column < args.columns) {

@@ -20,27 +20,26 @@ struct ProductArguments {
   int rows;              // P: no group reaches beyond it, whatever its size says
   int inner, ranks;      // K and R, multiples of 8
   int pairs;             // of operands that are summed
+  bool is_half;          // fp16, else bf16
   const void *a[2], *b[2];
   Pitch pitch_b;         // of both b
   void* out;             // [P,R]
 };
 
 // kAlongK: whether b is contiguous along K, [E,R,K]; otherwise along R, [E,K,R].
-template <typename Element, int kMostRanks, bool kAlongK> struct ProductTraits {
-  using T = Element;
+template <int kMostRanks, bool kAlongK> struct ProductTraits {
   static constexpr int kRanks = kMostRanks, kBlockK = 64;  // columns, which are zeros from R on
   static constexpr bool kBAlongK = kAlongK;
   // With more columns a CTA has more rows: it reads b from the L2 as often as there are tiles, and a fragment of b for each 16 rows or 32.
   static constexpr int kFragmentsM = kRanks > 32 ? 2 : 1, kTileRows = kWarps * 16 * kFragmentsM;
   static constexpr int kStages = kRanks > 32 ? 4 : 6;
-  using TileA = tensor_core::OperandTile<T, kTileRows, 128, true>;
-  using TileB = tensor_core::OperandTile<T, kRanks, 128, true>;
+  using TileA = tensor_core::OperandTile<Bits, kTileRows, 128, true>;
+  using TileB = tensor_core::OperandTile<Bits, kRanks, 128, true>;
   static constexpr int kBytesA = kTileRows * 128, kStageBytes = kBytesA + kRanks * 128, kSharedBytes = kStages * kStageBytes;
   static_assert(kSharedBytes <= 98 << 10, "a CTA has at most 99 KiB on 8.6, 8.9 and 12.0");
 };
 
 template <typename Traits> __device__ __forceinline__ void multiply_rows(const ProductArguments& args) {
-  using T = typename Traits::T;
   using TileA = typename Traits::TileA;
   using TileB = typename Traits::TileB;
   using NarrowB = NarrowRows<Traits::kRanks>;
@@ -59,13 +58,13 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const P
     const uint32_t to_a = shared + stage * Traits::kStageBytes, to_b = to_a + Traits::kBytesA;
     const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
     const bool inside = k + chunk * 8 < args.inner;
-    const T* a = static_cast<const T*>(second ? args.a[1] : args.a[0]) + static_cast<int64_t>(tile.row + line) * args.inner + k + chunk * 8;
+    const Bits* a = static_cast<const Bits*>(second ? args.a[1] : args.a[0]) + static_cast<int64_t>(tile.row + line) * args.inner + k + chunk * 8;
 #pragma unroll
     for (int i = 0; i < Traits::kTileRows / 16; ++i) {
       tensor_core::cp_async_16(to_a + TileA::offset(line + 16 * i, chunk), a + static_cast<int64_t>(args.inner) * (16 * i),
                                inside && line + 16 * i < tile.rows);
     }
-    const T* b = static_cast<const T*>(second ? args.b[1] : args.b[0]) + tile.group * args.pitch_b.group;
+    const Bits* b = static_cast<const Bits*>(second ? args.b[1] : args.b[0]) + tile.group * args.pitch_b.group;
     if constexpr (Traits::kBAlongK) {
       b += static_cast<int64_t>(line) * args.pitch_b.row + k + chunk * 8;
 #pragma unroll
@@ -87,7 +86,8 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const P
   };
 
   float sums[kFragmentsM][2 * kPairsOfN][4] = {};
-  const auto multiply = [&](int stage) {
+  const auto multiply_as = [&](int stage, auto element) {
+    using T = decltype(element);
     if (first_row >= tile.rows) return;
     const uint32_t of_a = shared + stage * Traits::kStageBytes, of_b = of_a + Traits::kBytesA;
 #pragma unroll
@@ -95,11 +95,11 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const P
       uint32_t a[kFragmentsM][4], b[kPairsOfN][4];
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
-        tensor_core::load_fragment_a<T, Traits::kTileRows, 128, true>(a[i], of_a, first_row + 16 * i, step);
+        tensor_core::load_fragment_a<Bits, Traits::kTileRows, 128, true>(a[i], of_a, first_row + 16 * i, step);
       }
 #pragma unroll
       for (int j = 0; j < kPairsOfN; ++j) {
-        if constexpr (Traits::kBAlongK) tensor_core::load_fragments_b<T, Traits::kRanks, 128, true>(b[j], of_b, 16 * j, step);
+        if constexpr (Traits::kBAlongK) tensor_core::load_fragments_b<Bits, Traits::kRanks, 128, true>(b[j], of_b, 16 * j, step);
         else tensor_core::ldmatrix_x4_transposed(b[j], of_b + NarrowB::offset(16 * step + lane % 16, 2 * j + lane / 16));
       }
 #pragma unroll
@@ -109,19 +109,24 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const P
       }
     }
   };
+  // One branch a block, so that both dtypes share an instance.
+  const auto multiply = [&](int stage) {
+    if (args.is_half) multiply_as(stage, __half());
+    else multiply_as(stage, __nv_bfloat16());
+  };
   for_blocks<Traits::kStages>(args.pairs * blocks_of_pair, copy, multiply);
 
 #pragma unroll
   for (int i = 0; i < 2 * kFragmentsM; ++i) {
     const int row = first_row + 8 * i + lane / 4;
     if (row >= tile.rows) continue;
-    T* out = static_cast<T*>(args.out) + static_cast<int64_t>(tile.row + row) * args.ranks;
+    Bits* out = static_cast<Bits*>(args.out) + static_cast<int64_t>(tile.row + row) * args.ranks;
 #pragma unroll
     for (int j = 0; j < 2 * kPairsOfN; ++j) {
       const float(&of_lane)[4] = sums[i / 2][j];
       const int column = 8 * j + 2 * (lane % 4);
       if (column < args.ranks) {
-        *reinterpret_cast<uint32_t*>(out + column) = tensor_core::pack(of_lane[i % 2 * 2], of_lane[i % 2 * 2 + 1], T());
+        *reinterpret_cast<uint32_t*>(out + column) = pack(of_lane[i % 2 * 2], of_lane[i % 2 * 2 + 1], args.is_half);
       }
     }
   }
