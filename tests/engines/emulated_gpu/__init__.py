@@ -1,4 +1,5 @@
-"""The kernels of csrc/tensor_core/ and csrc/low_rank/ on a CPU: their own source, compiled by the C++ compiler, with the instructions of a GPU emulated.
+"""The kernels of csrc/tensor_core/ and csrc/low_rank/ on a CPU: their own source, compiled by the C++ compiler, with the instructions of
+a GPU emulated.
 
 `operators()` stands in for the extension's operators of these kernels where their tensors are on the CPU, so that the engine itself
 runs on them.
