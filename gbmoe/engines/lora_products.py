@@ -31,10 +31,25 @@ class LowRankProducts:
     product: Any
     biased_product: Any
     up_backward: Any
+    weight_gradient: Any
+    write_gradient: Any
 
-    def rows_of_ranks(self, x: GatheredRows, a_ERH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
-        """x[rows of e] @ a[e].T, [P,R]: the rows of a second pair. The first product takes x as well, so its rows are gathered here."""
-        return self.product(x.rows_PH(), a_ERH, sizes_E, trans_b=True)
+    def rank_product(self, a: torch.Tensor, b_ERK: torch.Tensor, sizes_E: torch.Tensor, a2: torch.Tensor | None = None,
+                     b2_ERK: torch.Tensor | None = None) -> torch.Tensor:
+        """a[rows of e] @ b[e].T, [P,R]; with a second pair of the same shapes + a2[rows of e] @ b2[e].T. Factors have any strides."""
+        if a2 is None or b2_ERK is None:
+            return self.product(a, b_ERK, sizes_E, trans_b=True)
+        return self.up_backward(a, b_ERK.transpose(1, 2), a2, b2_ERK.transpose(1, 2), sizes_E)
+
+    def rank_gradient(self, left_PR: torch.Tensor, right: GatheredRows | torch.Tensor, sizes_E: torch.Tensor,
+                      out_ERN: torch.Tensor | None = None) -> torch.Tensor:
+        """out[e] = left[rows of e].T @ right[rows of e], to out of any strides, or a new one; exactly 0 for an expert without rows."""
+        if not isinstance(right, torch.Tensor):
+            return self.weight_gradient(left_PR, right, sizes_E, out_ERN)
+        if out_ERN is None:
+            return self.product(left_PR, right, sizes_E, trans_a=True)
+        self.write_gradient(left_PR, right, sizes_E, out_ERN)
+        return out_ERN
 
     def product_low_rank(self, a: torch.Tensor, b: torch.Tensor, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, trans_b: bool,
                          rows_PR: torch.Tensor, b_ERN: torch.Tensor) -> torch.Tensor:

@@ -149,6 +149,42 @@ class OwnKernels(Engine):
         self.rows_gemm(aligned(dh_PF), w1, None if v1 is None else aligned(dg_PF), v1, sizes_E, are_transposed, dx_PH)
         return dx_PH
 
+    def rank_product(self, a, b_ERK, sizes_E, a2=None, b2_ERK=None):
+        """By csrc/low_rank/rank_product.cuh, which adds up a sum in one order whatever rows there are; with few rows, by their kernels."""
+        if not _has_rank_kernels(a, b_ERK.size(1)) or (a2 is None and self.has_few_rows(a.size(0), b_ERK.size(0))):
+            return super().rank_product(a, b_ERK, sizes_E, a2, b2_ERK)
+        require(a.dtype == b_ERK.dtype, "rank_product", "b", lambda: f"the dtype of a, {a.dtype}", b_ERK.dtype, TypeError)
+        b, b2, along_r = two_in_place(b_ERK, b2_ERK)
+        out_PR = a.new_empty(a.size(0), b_ERK.size(1))
+        torch.ops.gbmoe_cuda.rank_product(
+            aligned(a), b, None if a2 is None else aligned(a2), b2, device_sizes(sizes_E, a.device), along_r, out_PR)
+        return out_PR
+
+    def rank_gradient(self, left_PR, right, sizes_E, out_ERN=None):
+        """By csrc/low_rank/rank_gradient.cuh, which reads rows that are not gathered yet from their tokens."""
+        if not _has_rank_kernels(left_PR, left_PR.size(1)):
+            return super().rank_gradient(left_PR, right, sizes_E, out_ERN)
+        slot_of_row_P, top_k = None, 1
+        if isinstance(right, GatheredRows):
+            if right.are_gathered or right.tokens_TH is None:
+                right = right.rows_PH()
+            else:
+                slot_of_row_P, top_k, right = right.slots.slot_of_row_P, right.slots.top_k, right.tokens_TH
+        made_ERN = out_ERN
+        if made_ERN is None or not has_aligned_rows(made_ERN):
+            made_ERN = left_PR.new_empty(sizes_E.numel(), left_PR.size(1), right.size(1))
+        torch.ops.gbmoe_cuda.rank_gradient(
+            aligned(left_PR), aligned(right), slot_of_row_P, top_k, device_sizes(sizes_E, left_PR.device), made_ERN)
+        return made_ERN if out_ERN is None or made_ERN is out_ERN else out_ERN.copy_(made_ERN)
+
+
+_MOST_RANKS = 64  # of an instance in csrc/low_rank/
+
+
+def _has_rank_kernels(rows: torch.Tensor, ranks: int) -> bool:
+    """Whether csrc/low_rank/ has kernels for operands of this dtype and so many ranks."""
+    return rows.dtype != torch.float32 and ranks <= _MOST_RANKS
+
 
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows
 #

@@ -8,7 +8,8 @@ with each expert's factors, the scale in B1 and B2. Gate and up share A1 and hav
 backward. In dB2 each row of s has its router weight, by which it is multiplied: 4PR bytes, where s computed again from backward's a, which
 has the weights, would be 2PF.
 
-The engine adds the second products to the first (LowRankProducts; Hopper's in one GEMM), and computes the small ones by its grouped GEMM.
+The engine adds the second products to the first (LowRankProducts; Hopper's in one GEMM). Those that have R columns or rows are computed by
+its grouped GEMM, or by kernels of their own (csrc/low_rank/).
 
 Bytes of memory that this costs, with 2 bytes an element and without matrices of R columns, of a GLU:
 
@@ -63,7 +64,7 @@ class LowRankPass:
         a_ERH, b_ERG = self.operands.up_a_ERH, self.operands.up_b_ERG
         if a_ERH is None or b_ERG is None:
             return None
-        self.t_PR = experts.rows_of_ranks(x, a_ERH, sizes_E)
+        self.t_PR = experts.rank_product(x.rows_PH(), a_ERH, sizes_E)
         b_ERN, b2_ERN = self._divided(b_ERG)
         return LowRank(self.t_PR, b_ERN, b2_ERN)
 
@@ -71,14 +72,14 @@ class LowRankPass:
         a_ERF, b_ERH = self.operands.down_a_ERF, self.operands.down_b_ERH
         if a_ERF is None or b_ERH is None:
             return None
-        self.s_PR = experts.product(a_PF, a_ERF, sizes_E, trans_b=True)
+        self.s_PR = experts.rank_product(a_PF, a_ERF, sizes_E)
         return LowRank(self.s_PR, b_ERH)
 
     def down_backward(self, experts: Engine, dz: GatheredRows, sizes_E: torch.Tensor) -> LowRank | None:
         a_ERF, b_ERH = self.operands.down_a_ERF, self.operands.down_b_ERH
         if a_ERF is None or b_ERH is None:
             return None
-        self._u_PR = experts.rows_of_ranks(dz, b_ERH, sizes_E)
+        self._u_PR = experts.rank_product(dz.rows_PH(), b_ERH, sizes_E)
         return LowRank(self._u_PR, a_ERF)
 
     def make_down_gradients(self, experts: Engine, a_PF: torch.Tensor, dz: GatheredRows, weights_TK: torch.Tensor | None,
@@ -86,10 +87,10 @@ class LowRankPass:
         """Of a with the router's weights, as down_backward gives it, and of these weights for s, which has none."""
         (u_PR, self._u_PR), (s_PR, self.s_PR) = (self._u_PR, None), (self.s_PR, None)
         if self.wanted.down_a and u_PR is not None:
-            self.gradients["down_a"] = experts.product(u_PR, a_PF, sizes_E, trans_a=True)
+            self.gradients["down_a"] = experts.rank_gradient(u_PR, a_PF, sizes_E)
         if self.wanted.down_b and s_PR is not None:
             s_PR = launch.weigh_rows(s_PR, dz.slots.slot_of_row_P, weights_TK)
-            self.gradients["down_b"] = experts.weight_gradient(s_PR, dz, sizes_E)
+            self.gradients["down_b"] = experts.rank_gradient(s_PR, dz, sizes_E)
 
     def up_backward(self, experts: Engine, dh, dg, sizes_E: torch.Tensor, want_x: bool) -> LowRank | None:
         """`dh` and `dg`, or pairs and None, as the engine's up_backward takes them."""
@@ -97,7 +98,7 @@ class LowRankPass:
         if a_ERH is None or b_ERG is None or not (want_x or self.wanted.up_a):
             return None
         b_ERF, b2_ERF = self._divided(b_ERG)
-        self._v_PR = experts.up_backward(dh, b_ERF.transpose(1, 2), dg, None if b2_ERF is None else b2_ERF.transpose(1, 2), sizes_E)
+        self._v_PR = experts.rank_product(dh, b_ERF, sizes_E, dg, b2_ERF)
         return LowRank(self._v_PR, a_ERH)
 
     def make_up_b_gradient(self, experts: Engine, dh_PF: torch.Tensor, dg_PF: torch.Tensor | None, sizes_E: torch.Tensor) -> None:
@@ -108,7 +109,7 @@ class LowRankPass:
         made_ERG = b_ERG.new_empty(b_ERG.shape)
         for left_PF, out_ERF in zip((dh_PF, dg_PF), self._divided(made_ERG)):
             if left_PF is not None and out_ERF is not None:
-                experts.write_gradient(t_PR, left_PF, sizes_E, out_ERF)
+                experts.rank_gradient(t_PR, left_PF, sizes_E, out_ERF)
         self.gradients["up_b"] = made_ERG
 
     @property
@@ -119,7 +120,7 @@ class LowRankPass:
     def make_up_a_gradient(self, experts: Engine, x: GatheredRows, sizes_E: torch.Tensor) -> None:
         v_PR, self._v_PR = self._v_PR, None
         if v_PR is not None:
-            self.gradients["up_a"] = experts.weight_gradient(v_PR, x, sizes_E)
+            self.gradients["up_a"] = experts.rank_gradient(v_PR, x, sizes_E)
 
     def gradients_in_order(self) -> tuple[torch.Tensor | None, ...]:
         """Those of LowRankOperands, each None where it was not wanted."""

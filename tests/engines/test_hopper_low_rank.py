@@ -111,6 +111,16 @@ class Gemms:
             if out is not None:
                 out.copy_(value)
 
+    def rank_product(self, a, b, a2, b2, sizes, along_r, out):
+        assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride())
+        b, b2 = (t.mT if t is not None and not along_r else t for t in (b, b2))
+        out.copy_(grouped(a, b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
+
+    def rank_gradient(self, left, right, slots, top_k, sizes, out):
+        assert left.size(1) <= 64 and along_n(out)
+        rows = right if slots is None else right[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
+        self.hopper_weights(left, rows, sizes, None, None, None, (), False, out)
+
     def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, places, add, out):
         for e, (left, right) in enumerate(zip(a[:sizes.sum()].split(sizes.tolist()), b[:sizes.sum()].split(sizes.tolist()))):
             product = (left.float().T @ right.float()).to(out.dtype)
@@ -129,7 +139,7 @@ def gemms(monkeypatch):
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     stubs, library, schemas = Gemms(), torch.library.Library("gbmoe_cuda", "FRAGMENT"), csrc_operators.schemas()
     try:
-        for name in (name for name in vars(Gemms) if name.startswith("hopper_")):
+        for name in (name for name in vars(Gemms) if name.startswith(("hopper_", "rank_"))):
             if not hasattr(torch.ops.gbmoe_cuda, name):
                 library.define(schemas[name])
             library.impl(name, getattr(stubs, name), "CPU")

@@ -1,4 +1,5 @@
-"""The kernels of csrc/tensor_core/ on a CPU: their own source, compiled by the C++ compiler, with the instructions of a GPU emulated.
+"""The kernels of csrc/tensor_core/ and csrc/low_rank/ on a CPU: their own source, compiled by the C++ compiler, with the instructions of
+a GPU emulated.
 
 `operators()` stands in for the extension's operators of these kernels where their tensors are on the CPU, so that the engine itself
 runs on them.
@@ -84,6 +85,21 @@ class _FewRowsArguments(ctypes.Structure):
                 ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool), ("places", _Places)]
 
 
+class _ProductArguments(ctypes.Structure):
+    """low_rank::ProductArguments, field by field."""
+    _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool),
+                *((name, ctypes.c_int) for name in ("groups", "rows", "inner", "ranks", "pairs")), ("is_half", ctypes.c_bool),
+                ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("out", ctypes.c_void_p)]
+
+
+class _GradientArguments(ctypes.Structure):
+    """low_rank::GradientArguments, field by field."""
+    _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool),
+                *((name, ctypes.c_int) for name in ("groups", "rows", "ranks", "columns")), ("is_half", ctypes.c_bool),
+                ("top_k", ctypes.c_int), ("slots", ctypes.c_uint32), ("left", ctypes.c_void_p), ("right", ctypes.c_void_p),
+                ("slot_of_row", ctypes.c_void_p), ("out", ctypes.c_void_p), ("pitch_out", _Pitch)]
+
+
 class _Run(ctypes.Structure):
     """emulated_gpu::Run, field by field."""
     _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("large_memory", ctypes.c_int), ("seed", ctypes.c_uint),
@@ -97,7 +113,8 @@ class Kernels:
     def __init__(self, folder: Path):
         """Copy the kernels with their stand-ins into `folder`."""
         self.folder, source = folder, folder / "csrc"
-        shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
+        for room in ("tensor_core", "low_rank"):
+            shutil.copytree(extension.source_folder() / room, source / room)
         for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh", "places.cuh"):
             shutil.copy(extension.source_folder() / name, source / name)
         for name, place in _STAND_INS.items():
@@ -130,7 +147,7 @@ def _pointers(*tensors):
 
 @contextlib.contextmanager
 def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: bool, seed: int = 0) -> Iterator[None]:
-    """Within it, torch.ops.gbmoe_cuda.tensor_core_* and few_rows_* take tensors on the CPU.
+    """Within it, torch.ops.gbmoe_cuda.tensor_core_*, few_rows_* and rank_* take tensors on the CPU.
 
     `late_copies`: cp.async writes when it is waited for. `large_memory`: with the kernels for multiprocessors that have much shared
     memory.
@@ -199,11 +216,28 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
                       activation=_Activation.of(activation), places=_Places.of(places, groups_of(sizes)), **slots)
         call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), transposed, v1 is not None or paired, of=of, reads=(x, w1, v1), places=places)
 
+    def of_sizes(sizes, rows):
+        return {"sizes": sizes.data_ptr(), "sizes_are_int64": sizes.dtype == torch.int64, "groups": sizes.numel(),
+                "is_half": rows.dtype == torch.float16}
+
+    def rank_product(a, b, a2, b2, sizes, along_r, out):
+        of = _ProductArguments(**of_sizes(sizes, a), rows=out.size(0), inner=a.size(1), ranks=out.size(1), pairs=1 if a2 is None else 2,
+                               a=_pointers(a, a2), b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=out.data_ptr())
+        call("rank_product", a.dtype, along_r, of=of, reads=(a, b, a2, b2))
+
+    def rank_gradient(left, right, slot_of_row, top_k, sizes, out):
+        of = _GradientArguments(**of_sizes(sizes, left), rows=left.size(0), ranks=out.size(1), columns=out.size(2), top_k=top_k,
+                                slots=right.size(0) * top_k, left=left.data_ptr(), right=right.data_ptr(),
+                                slot_of_row=None if slot_of_row is None else slot_of_row.data_ptr(), out=out.data_ptr(),
+                                pitch_out=_Pitch.of(out))
+        call("rank_gradient", left.dtype, of=of, reads=(left, right))
+
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
     try:
         functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up, "few_rows_gemm": few_rows_gemm,
-                     "few_rows_linear": few_rows_linear, "few_rows_up": few_rows_up}
+                     "few_rows_linear": few_rows_linear, "few_rows_up": few_rows_up, "rank_product": rank_product,
+                     "rank_gradient": rank_gradient}
         schemas = csrc_operators.schemas()
         for name in functions:
             if not hasattr(torch.ops.gbmoe_cuda, name):

@@ -1,6 +1,8 @@
-// The instances of the kernels in csrc/tensor_core/ that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
+// The instances of the kernels in csrc/tensor_core/ and csrc/low_rank/ that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
 // It compiles this file once for each function that is called (EMULATED_rows, ...) and each dtype that it is called with (DTYPE).
 
+#include "csrc/low_rank/rank_gradient.cuh"
+#include "csrc/low_rank/rank_product.cuh"
 #include "csrc/tensor_core/few_rows.cuh"
 #include "csrc/tensor_core/grouped_gemm.cuh"
 
@@ -181,3 +183,48 @@ bool few_rows_up(int dtype, bool transposed, bool glu, const Arguments* args, co
 }  // extern "C"
 
 }  // namespace gbmoe::few_rows
+
+namespace gbmoe::low_rank {
+
+thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];
+
+namespace {
+
+template <typename Traits> void launch(const ProductArguments& args, emulated_gpu::Run run) {
+  run.ctas = args.rows / Traits::kTileRows + std::min(args.groups, args.rows);
+  emulated_gpu::launch(run, kThreads, shared_bytes, [&] { rank_product_kernel<Traits>(args); });
+}
+template <typename Traits> void launch(const GradientArguments& args, emulated_gpu::Run run) {
+  run.ctas = args.groups * ceil_div(args.columns, Traits::kColumns);
+  emulated_gpu::launch(run, kThreads, shared_bytes, [&] { rank_gradient_kernel<Traits>(args); });
+}
+
+template <typename F> bool with_ranks(int ranks, const F& f) {
+  if (ranks <= 16) f(std::integral_constant<int, 16>());
+  else if (ranks <= 32) f(std::integral_constant<int, 32>());
+  else f(std::integral_constant<int, 64>());
+  return ranks <= 64;
+}
+
+}  // namespace
+
+extern "C" {
+
+#ifdef EMULATED_rank_product
+bool rank_product(bool along_r, const ProductArguments* args, const emulated_gpu::Run* run) {
+  return with_ranks(args->ranks, [&](auto ranks) {
+    if (along_r) launch<ProductTraits<ranks.value, false>>(*args, *run);
+    else launch<ProductTraits<ranks.value, true>>(*args, *run);
+  });
+}
+#endif
+
+#ifdef EMULATED_rank_gradient
+bool rank_gradient(const GradientArguments* args, const emulated_gpu::Run* run) {
+  return with_ranks(args->ranks, [&](auto ranks) { launch<GradientTraits<ranks.value>>(*args, *run); });
+}
+#endif
+
+}  // extern "C"
+
+}  // namespace gbmoe::low_rank
