@@ -65,7 +65,9 @@ def _start(folder: Path, imported: str) -> str:
     client = folder / "python"
     client.write_text(f"#!{sys.executable} -IS\n{(HERE / 'client.py').read_text()}")
     client.chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # Where there is a driver, the check makes torch ask NVML for devices, because CUDA's answer starts a thread, and there may be none.
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                   "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     command = [sys.executable, HERE / "server.py", folder / "socket", client, imported]
     server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     atexit.register(server.communicate)

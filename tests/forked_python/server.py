@@ -192,8 +192,8 @@ def import_all(imported: str) -> None:
     gc.freeze()
     for finalizer in list(weakref.finalize._registry):  # torch.library's, which undefine thousands of operators
         finalizer.atexit = False
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"a process that is forked may have one thread, this one has {len(threads)}"
+    threads = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]  # noqa: SIM115
+    assert len(threads) == 1, f"a process that is forked may have one thread, this one has {', '.join(threads)}"
 
 
 def main() -> None:

@@ -97,7 +97,8 @@ def providers(megatron):
 
 @contextlib.contextmanager
 def on_a_cpu(rank=0, ranks=1, store=None, **parallel):
-    """Megatron-Core with gloo: the devices that it takes from torch.cuda are the CPU, and CUDA's random numbers have no states.
+    """Megatron-Core with gloo: the devices that it takes from torch.cuda are the CPU, and CUDA's random numbers have no states. What it
+    would compile runs eagerly: with a GPU, torch.compile asks for the properties of the current device.
 
     Where TransformerEngine is installed, Megatron's router takes its GEMM and the local specification its last norm, which want a GPU."""
     from megatron.core import parallel_state
@@ -108,8 +109,8 @@ def on_a_cpu(rank=0, ranks=1, store=None, **parallel):
 
     tracker = random.get_cuda_rng_tracker()
     with mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), current_stream=mock.MagicMock(),
-                             synchronize=mock.MagicMock(), Stream=mock.MagicMock()), \
-            mock.patch.object(tracker, "fork", lambda *_: contextlib.nullcontext()), \
+                             synchronize=mock.MagicMock(), Stream=mock.MagicMock(), stream=mock.MagicMock()), \
+            mock.patch.object(tracker, "fork", lambda *_: contextlib.nullcontext()), torch.compiler.set_stance("force_eager"), \
             mock.patch.object(moe_utils, "te_general_gemm", None), mock.patch.object(transformer_block, "LayerNormImpl", WrappedTorchNorm):
         dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
         parallel_state.initialize_model_parallel(**parallel)
