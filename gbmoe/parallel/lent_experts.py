@@ -182,7 +182,7 @@ class LentGradients(WeightGradients):
         of_own, of_borrowed = self[name].unbind(0), self._regions.own["lent"][: self._borrowed, _NAMES.index(name)].unbind(0)
         out = SeparateWeights((*of_own, *of_borrowed))
         if experts.reads_separate_weights and experts.writes_in_place(out):
-            experts.weight_gradient(left_PF, rows, sizes_E, out)
+            experts.write_gradient(left_PF, rows.rows_PH(), sizes_E, out)  # no kernel that gathers writes lists
             return
         for out_FH, gradient_FH in zip(out.tensors, experts.weight_gradient(left_PF, rows, sizes_E)):
             out_FH.copy_(gradient_FH)

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe.parallel import lent_experts, loans, peer_experts, peer_memory
+from gbmoe.engines.reference import Reference
+from gbmoe.engines.resolved import Resolved
+from gbmoe.parallel import arrival, lent_experts, loans, peer_experts, peer_memory
+from gbmoe.separate_weights import SeparateWeights
 from gbmoe.testing import exact_inputs
 from tests.parallel.peer_layers import Layer, case, device
 from tests.parallel.window_cases import Skewed
@@ -187,16 +190,49 @@ def saved_tensors_of_a_borrower_are_packed(rank, world):
         assert torch.equal(t.grad, want[name]), name
 
 
+class OfLists(Reference):
+    """Takes lists of matrices, and counts those that it gets."""
+
+    reads_separate_weights, decides_by_kind = True, False
+
+    def __init__(self):
+        self.read = self.written = 0
+
+    def readable(self, matrices):
+        return matrices, False
+
+    def writes_in_place(self, out_EKN):
+        return True
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        self.read += isinstance(b, SeparateWeights)
+        self.written += isinstance(out, SeparateWeights)
+        b = b.contiguous() if isinstance(b, SeparateWeights) else b
+        if not isinstance(out, SeparateWeights):
+            return super().gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
+        for matrix, product in zip(out.matrices(), super().gmm(a, b, sizes, trans_a, trans_b)):
+            matrix.copy_(product)
+        return out
+
+
 @case
-def engines_that_read_no_lists_get_copies(rank, world):
-    layer = Popular(rank, world, [60, 70], experts=8, dtype=torch.float32)
-    leaves = layer.leaves()
-    with lending() as made:
-        out = peer_experts(leaves["x"], layer.ids[rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "reference",
-                           layer.where(loans=1))
-    out.backward(layer.grad[rank])
-    assert made[0]
-    layer.check({"out": out.detach(), **{name: t.grad for name, t in leaves.items()}})
+def borrowed_matrices_are_read_and_written_where_they_lie(rank, world):
+    """By engines that take lists; others get copies, with the same results."""
+    layer, engine = Popular(rank, world, [60, 70], experts=8, dtype=torch.float32), OfLists()
+    results = []
+    for lists in (False, True):
+        with pytest.MonkeyPatch.context() as patch, lending() as made:
+            if lists:
+                patch.setattr(arrival.engines, "resolve", lambda name, *_: Resolved(name, engine))
+            leaves = layer.leaves()
+            out = peer_experts(leaves["x"], layer.ids[rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "reference",
+                               layer.where(loans=1))
+        out.backward(layer.grad[rank])
+        results.append([out.detach(), *(t.grad for t in leaves.values())])
+        layer.check({"out": out.detach(), **{name: t.grad for name, t in leaves.items()}})
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+    borrows = any(loan.borrower == rank for loan in made[0])
+    assert (engine.read, engine.written) == ((6, 3) if borrows else (0, 0))  # three products each in forward and in backward
 
 
 @case
