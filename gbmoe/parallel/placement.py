@@ -74,8 +74,6 @@ class Placement:
         if self.loans:
             require(self.shards == 1, "Placement", "shards", "1 together with loans, which are whole experts", self.shards)
             require(self.rows is None, "Placement", "rows", "None together with loans, which the host decides about", self.rows)
-            require(not self.exact, "Placement", "exact",
-                    "False together with loans, as gradients of lent experts are rounded on each rank", self.exact)
 
     @property
     def shard(self) -> int:

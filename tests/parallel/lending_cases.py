@@ -4,12 +4,14 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 """
 
 import contextlib
+import dataclasses
 import functools
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from gbmoe import Float8BlockScaling, WeightGradientSink, WeightLayout
 from gbmoe.engines.reference import Reference
 from gbmoe.engines.resolved import Resolved
 from gbmoe.parallel import arrival, lent_experts, loans, peer_experts, peer_memory
@@ -238,8 +240,8 @@ def borrowed_matrices_are_read_and_written_where_they_lie(rank, world):
             if lists:
                 patch.setattr(arrival.engines, "resolve", lambda name, *_: Resolved(name, engine))
             leaves = layer.leaves()
-            out = peer_experts(leaves["x"], layer.ids[rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "reference",
-                               layer.where(loans=1))
+            weights = [leaves[name] for name in ("weights", "w1", "w2", "v1")]
+            out = peer_experts(leaves["x"], layer.ids[rank], *weights, "silu", "reference", layer.where(loans=1))
         out.backward(layer.grad[rank])
         results.append([out.detach(), *(t.grad for t in leaves.values())])
         layer.check({"out": out.detach(), **{name: t.grad for name, t in leaves.items()}})
@@ -271,6 +273,32 @@ def a_rank_that_failed_while_it_lent_left_others_waiting(rank, world):
             got, _ = run_lending(layer)
             for of_name, tensor in want.items():
                 assert torch.equal(got[of_name], tensor), of_name
+
+
+@case
+def slots_of_lent_experts_have_the_bits_of_one_process(rank, world):
+    layer = Popular(rank, world, [300, 280], experts=16, top_k=4, hidden=256, ffn=512)
+    (got, made), expected = run_lending(layer, 2, exact=True), layer.expected()
+    assert made
+    for name in ("out", "x", "weights"):
+        assert torch.equal(got[name], expected[name]), name
+    layer.check(got)
+
+
+@case
+def what_loans_exclude_is_refused(rank, world):
+    layer = Popular(rank, world, [60, 70], experts=8)
+    weights = [layer.leaves()[name] for name in ("weights", "w1", "w2", "v1")]
+    sink = WeightGradientSink(*(torch.zeros_like(w, dtype=torch.float32) for w in weights[1:]))
+    for changes, words in ((dict(layout=WeightLayout(down_transposed=True)), "layout, gradient_sink: expected the defaults"),
+                           (dict(gradient_sink=sink), "layout, gradient_sink: expected the defaults"),
+                           (dict(engine=Float8BlockScaling().engine), "engine: expected one without a recipe")):
+        with pytest.raises((ValueError, RuntimeError), match=f"peer_experts: {words}"):
+            peer_experts(layer.x[rank], layer.ids[rank], *weights, "silu", where=layer.where(loans=1), **{"engine": "auto", **changes})
+    for changes in (dict(rows=2.0), dict(shards=2)):
+        with pytest.raises(ValueError, match=f"Placement: {next(iter(changes))}: expected .* together with loans"):
+            dataclasses.replace(layer.where(loans=1), **changes)
+    layer.check(run_lending(layer)[0])
 
 
 @case
