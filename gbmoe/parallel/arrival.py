@@ -121,7 +121,7 @@ class Arrival:
     Where the number of rows is not bounded, `finish` waits for the device once. Work that the caller starts before it hides that wait.
     Until the caller pulls the rows the device has nothing to do, so `finish` does no more than that takes. With `pulls_ahead` the device
     pulls them meanwhile, as many as there were in the last steps and some more: then the host's wait costs no time, and if there are not
-    more, `rows_ahead` are the rows.
+    more, `rows_ahead` are the rows. `expert_MFH`, the shape of an expert's matrices, matters where experts may be lent.
 
     Attributes:
         ids_TK: of this rank's tokens: after `finish`, where experts are lent, with those of the ranks that compute the slots.
@@ -130,7 +130,6 @@ class Arrival:
     def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, where: Placement, *,
                  layer: int = 0, records: bool = False, needs: Joint = Joint(), pulls_ahead: bool = False,
                  recipe: Float8BlockScaling | None = None, expert_MFH: tuple[int, ...] = ()):
-        """`expert_MFH`: the shape of an expert's matrices, which is asked for where experts may be lent."""
         self._memory, self._x_TH, self.ids_TK, self._weights_TK, self._where = memory, x_TH, ids_TK, weights_TK, where
         self._pulls_ahead, self._rows_here, self._needs, self._recipe = pulls_ahead, 0, needs, recipe
         self._ahead_PX: torch.Tensor | None = None
