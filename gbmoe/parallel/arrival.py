@@ -135,7 +135,8 @@ class Arrival:
         self._ahead_PX: torch.Tensor | None = None
         self._windows: Windows | None = None
         self._divided_SK: torch.Tensor | None = None
-        self._offsets_on_host_E1: torch.Tensor | None = None  # of this rank's experts' rows, where the host waits for their number
+        self._numbers_on_host: torch.Tensor | None = None  # headers, offsets and counts, where the host waits for them
+        self._sizes_on_host: torch.Tensor | None = None  # of this rank's own and borrowed experts
         self._lent_LMFH = (where.loans, *expert_MFH) if where.loans else ()
         self._ledger: Ledger | None = None
         tokens, bounded = ids_TK.size(0), where.rows is not None
@@ -244,38 +245,38 @@ class Arrival:
         """The headers of all ranks and the number of this rank's rows, once the headers are of one pass. Lists of Python's: each number
         that is read from a tensor takes the host as long as a launch."""
         assert self._on_host is not None
-        N, W = peers.HEADER_NUMBERS, self._memory.ranks
-        on_host = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
+        N = peers.HEADER_NUMBERS
+        self._numbers_on_host = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
         self._memory.board.check()  # before the header of a rank that has left the pass is read
-        end = N * W + self._where.experts_per_rank + 1
-        numbers = on_host[:end].tolist()
-        headers_WN = [numbers[N * rank : N * rank + N] for rank in range(W)]
+        numbers = self._numbers_on_host.tolist()
+        headers_WN = [numbers[N * rank : N * rank + N] for rank in range(self._memory.ranks)]
         if any(header[peers.DIGEST] != headers_WN[0][peers.DIGEST] for header in headers_WN):
             self._memory.refuse()
-        self._offsets_on_host_E1, self._counts_WA = on_host[N * W : end], on_host[end:].view(-1, self._where.experts)
-        return headers_WN, numbers[-1]
+        return headers_WN, numbers[N * self._memory.ranks + self._where.experts_per_rank]
 
     def _with_loans(self, rows: int) -> int:
         """This rank's rows once it is decided who computes them: of its own experts there were so many."""
-        where, memory = self._where, self._memory
+        where, memory, numbers = self._where, self._memory, self._numbers_on_host
+        assert numbers is not None
+        counts_WA = numbers[-memory.ranks * where.experts :].view(memory.ranks, where.experts)
         elements = math.prod(self._lent_LMFH[1:])
         price = loans.price_in_rows(elements, self._x_TH.element_size(), self._x_TH.device.type)
-        made = loans.choose(self._counts_WA.tolist(), where.experts_per_rank, where.loans, price)
+        made = loans.choose(counts_WA.tolist(), where.experts_per_rank, where.loans, price)
         if not made:
             return rows
         ledger = self._ledger = Ledger(tuple(made), memory.ranks, where.experts_per_rank)
         ranks_WA = ledger.ranks_WA()
         self.ids_TK = ids_of_computing_ranks(self.ids_TK, to_device(ranks_WA[memory.rank], self._x_TH.device), where.experts_per_rank)
-        return self._plan_anew(ledger) if ledger.changes(memory.rank) else rows
+        return self._plan_anew(ledger, counts_WA) if ledger.changes(memory.rank) else rows
 
-    def _plan_anew(self, ledger: Ledger) -> int:
+    def _plan_anew(self, ledger: Ledger, counts_WA: torch.Tensor) -> int:
         """Make the plan of this rank's own and borrowed experts, E + B of them. Returns its number of rows, which the host knows."""
         rank = self._memory.rank
         ids_SK = self._kept(local_ids(self._chosen_SK, to_device(ledger.local_WA(rank), self._x_TH.device)))
         self._plan = RoutingPlan.from_experts(ids_SK, ledger.experts(rank), check="none")
-        padded_E = (ledger.counts_E(rank, self._counts_WA) + self._plan.align - 1) // self._plan.align * self._plan.align
-        self._offsets_on_host_E1, self._ahead_PX = torch.nn.functional.pad(padded_E.cumsum(0), (1, 0)), None
-        return int(self._offsets_on_host_E1[-1])
+        sizes_E = (ledger.counts_E(rank, counts_WA) + self._plan.align - 1) // self._plan.align * self._plan.align
+        self._sizes_on_host, self._ahead_PX = sizes_E, None
+        return int(sizes_E.sum())
 
     def _bounded(self) -> Arrived:
         layout, windows = self._regions.layout, self._windows
@@ -309,8 +310,10 @@ class Arrival:
         x_TH, rows, sizes_E = self._x_TH, self._slots.num_rows, self._plan.padded_counts_E
         on_host, shape_EFH = x_TH.device.type == "cpu", (sizes_E.numel(), *w1_EFH.shape[1:])
         resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, shape_EFH, on_host)
-        if resolved.needs_host_sizes and self._offsets_on_host_E1 is not None:
-            sizes_E = self._offsets_on_host_E1.diff().long()
+        if resolved.needs_host_sizes and self._numbers_on_host is not None:
+            first = self._memory.ranks * peers.HEADER_NUMBERS
+            own_E1, planned_E = self._numbers_on_host[first : first + self._where.experts_per_rank + 1], self._sizes_on_host
+            sizes_E = own_E1.diff().long() if planned_E is None else planned_E
             if not on_host:
                 resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, shape_EFH, True)
         assert resolved.engine is not None

@@ -90,7 +90,7 @@ class _Market:
         self._rows = [sum(sum(of_E[rank * experts_per_rank : (rank + 1) * experts_per_rank]) for of_E in counts_WE)
                       for rank in range(self._ranks)]
         self._loads, self._total = list(self._rows), sum(self._rows)
-        self._sources_of: dict[int, list[int]] = {}  # whose rows of an expert its own rank computes, of experts that were asked for
+        self._left_of: dict[int, list[int]] = {}  # the rows that an expert's own rank computes, by source; of experts that were asked for
         self.copies: dict[tuple[int, int], list[int]] = {}
 
     def best_offer(self) -> _Offer | None:
@@ -107,7 +107,8 @@ class _Market:
 
     def agree(self, offer: _Offer) -> None:
         lender, borrower = offer.lender, offer.borrower
-        self._sources_of[offer.expert] = [source for source in self._left(offer.expert) if source not in offer.sources]
+        for source in offer.sources:
+            self._left(offer.expert)[source] = 0
         self._rows[lender] -= offer.rows
         self._rows[borrower] += offer.rows
         self._loads[lender] += offer.cost - offer.rows
@@ -115,9 +116,9 @@ class _Market:
         self.copies.setdefault((offer.expert, borrower), []).extend(offer.sources)
 
     def _left(self, expert: int) -> list[int]:
-        if expert not in self._sources_of:
-            self._sources_of[expert] = [source for source, of_E in enumerate(self._counts_WE) if of_E[expert]]
-        return self._sources_of[expert]
+        if expert not in self._left_of:
+            self._left_of[expert] = [of_E[expert] for of_E in self._counts_WE]
+        return self._left_of[expert]
 
     def _above(self, one: int, other: int) -> int:
         """What two ranks' rows are above the mean, times W."""
@@ -141,11 +142,12 @@ class _Market:
     def _taken(self, expert: int, lender: int, borrower: int) -> tuple[list[int], int, int]:
         """The sources whose rows of the expert level the two ranks' rows, the number of these rows, and what is left above the mean."""
         there, here = self._rows[lender], self._rows[borrower]
-        sources, rows, above = [], 0, self._above(there, here)
-        for source in sorted(self._left(expert), key=lambda rank: (rank != borrower, rank)):
-            with_it = rows + self._counts_WE[source][expert]
-            left_above = self._above(there - with_it, here + with_it)
-            if left_above < above:
-                sources.append(source)
-                rows, above = with_it, left_above
+        sources, rows, above, left = [], 0, self._above(there, here), self._left(expert)
+        for source in (borrower, *range(borrower), *range(borrower + 1, self._ranks)):
+            if left[source]:
+                with_it = rows + left[source]
+                left_above = self._above(there - with_it, here + with_it)
+                if left_above < above:
+                    sources.append(source)
+                    rows, above = with_it, left_above
         return sources, rows, above

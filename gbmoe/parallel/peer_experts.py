@@ -99,22 +99,22 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
                   packed=pass_agreement.saved_tensors_are_packed(), wide_gradient=need[3] and not narrow)
     with memory.passing():  # within it, the other ranks are told of an error of this one
         _check(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, where, layout, gradient_sink, recipe)
-        matrices = layout.matrices(w1_EFH, w2_EFH, v1_EFH)
+        of_experts = layout.matrices(w1_EFH, w2_EFH, v1_EFH)
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
-                              pulls_ahead=True, recipe=recipe, expert_MFH=(2 if v1_EFH is None else 3, *matrices[0].shape[1:]))
+                              pulls_ahead=True, recipe=recipe, expert_MFH=(2 if v1_EFH is None else 3, *of_experts[0].shape[1:]))
             if meanwhile is not None:
                 with torch.set_grad_enabled(records):
                     meanwhile()
             arrived = arrival.finish()
             borrowed = None
             if arrived.ledger is not None:
-                borrowed = BorrowedWeights(memory, arrived.regions, arrived.ledger, matrices)
+                borrowed = BorrowedWeights(memory, arrived.regions, arrived.ledger, of_experts)
             ahead = arrival.rows_ahead()
             if ahead is None and arrived.windows is None:  # further windows come first
                 ahead = pull_rows(arrived.regions, "x", arrived.slots, x_TH, memory.rank, recipe)
             rows = [ahead]
-            sizes_E, experts = arrival.sizes_and_engine(engine, matrices[0])
+            sizes_E, experts = arrival.sizes_and_engine(engine, of_experts[0])
         save = arrived.needs.any
         call = _Call(activation, experts, where, layer, gradient_scale, save,
                      keep_rows=arrived.needs.experts and reads_x and keep_gathered_rows,
@@ -229,12 +229,7 @@ class _PeerExperts(torch.autograd.Function):
         row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK, divided_SK, borrowed_BMFH = saved[9:15]
         parameters, kept = saved[3:6], {name: kept_Y for name, kept_Y in zip(_NAMES, saved[15:]) if kept_Y is not None}
         call, needs, own, windows = ctx.call, ctx.needs, ctx.needs_input_grad, ctx.windows
-        weights = call.weights(parameters, borrowed_BMFH, kept=kept)
         matrices = None if windows is None else call.matrices(parameters)
-        experts = call.products(x_TH, parameters, borrowed_BMFH)
-        own_v1 = own[2] if call.layout.is_combined and not weights.paired else own[4]
-        # The owner of what this rank has borrowed may need other gradients than this rank does.
-        wanted = Gradients(needs.x, needs.weights, *((own[2], own[3], own_v1) if borrowed_BMFH is None else (needs.experts,) * 3))
         ctx.maybe_clear_saved_tensors()
         saved.clear()
         memory = of_group(call.where.group, x_TH.device, call.where.timeout_seconds)
@@ -242,6 +237,11 @@ class _PeerExperts(torch.autograd.Function):
             slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
             arrived = Arrived(memory, memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W, needs, windows, recipe=ctx.recipe,
                               ledger=ctx.ledger)
+            weights = call.weights(parameters, borrowed_BMFH, kept=kept)
+            experts = call.products(x_TH, parameters, borrowed_BMFH)
+            own_v1 = own[2] if call.layout.is_combined and not weights.paired else own[4]
+            # The owner of what this rank has borrowed may need other gradients than this rank does.
+            wanted = Gradients(needs.x, needs.weights, *((own[2], own[3], own_v1) if borrowed_BMFH is None else (needs.experts,) * 3))
             gradients = call.gradients(parameters, arrived)
             del parameters, kept, borrowed_BMFH
             transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, grad_TH=grad_TH, kept_PX=rows_PX,

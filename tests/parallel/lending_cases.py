@@ -261,7 +261,8 @@ def a_rank_that_failed_while_it_lent_left_others_waiting(rank, world):
 
     for failing in (0, world - 1):
         for of, name in ((lent_experts.Ledger, "lent"), (lent_experts, "_lent_by"), (lent_experts.BorrowedWeights, "wait"),
-                         (lent_experts.LentGradients, "write"), (lent_experts.LentGradients, "settle")):
+                         (lent_experts.LentGradients, "__init__"), (lent_experts.LentGradients, "write"),
+                         (lent_experts.LentGradients, "settle")):
             if (of, name) == (lent_experts, "_lent_by") and not any(loan.borrower == failing for loan in made):
                 continue
             with pytest.MonkeyPatch.context() as patch, lending(), pytest.raises((RuntimeError, MemoryError)) as error:
