@@ -64,7 +64,8 @@ class Case:
         dtypes = [torch.bfloat16] * 2 + [torch.float32] if on_gpu else [torch.float32] * 2 + [torch.bfloat16]
         self.dtype = draw.choice(dtypes if mapped or on_gpu else [*dtypes, torch.float64, torch.float64, torch.float64])
         self.activation = draw.choice([F.silu, F.gelu, F.relu, torch.tanh, x_sigmoid])
-        self.option = draw.choice(["none", "none", "exact", "nodes", "chunks", "nodes and chunks", "shadows", "rows", "bmm", "kept rows"])
+        self.option = draw.choice(["none", "none", "exact", "nodes", "chunks", "nodes and chunks", "shadows", "rows", "bmm", "kept rows",
+                                   "loans", "loans", "exact and loans"])
         if mapped and self.option in ONLY_EXCHANGED:
             self.option = "none"
         self.fields = self._fields(draw, mapped)
@@ -77,7 +78,7 @@ class Case:
     def _fields(self, draw: random.Random, mapped: bool) -> dict:
         world, option = self.world, self.option
         fields: dict = dict(expert_parallel_transport="auto" if self.device.type == "cpu" else draw.choice(["auto", "exchange"]))
-        if option == "exact" and self.shards == 1:
+        if "exact" in option and self.shards == 1:
             fields["expert_parallel_exact"] = True
         if "nodes" in option and world % 2 == 0:
             fields["expert_parallel_ranks_per_node"] = world // 2 if world // 2 <= self.groups else 1
@@ -85,11 +86,13 @@ class Case:
             fields["expert_parallel_chunks"] = draw.choice([1, 2, 3, 0])
         if option == "shadows" and self.shards == 1:
             fields["expert_parallel_shadows"] = draw.randint(1, self.experts)
+        if "loans" in option and self.shards == 1 and fields["expert_parallel_transport"] == "auto":
+            fields["expert_parallel_loans"] = draw.choice([1, 2, self.experts])
         if option == "rows":
             fields["expert_parallel_rows"] = draw.choice([0.1, 1.5, world])
         if option == "bmm":
             fields["mlp_impl"] = "bmm"
-        if option == "kept rows":
+        if option == "kept rows" or (option == "loans" and draw.random() < 0.3):
             fields["keep_gathered_rows"] = True
         return fields
 

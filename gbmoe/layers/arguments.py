@@ -77,8 +77,8 @@ class Arguments:
 
     `expert_parallel` says how rows travel between experts that are spread over ranks, see gbmoe.ExpertParallelOptions. Its options are
     arguments as well: `expert_parallel_exact`, `expert_parallel_ranks_per_node`, `expert_parallel_chunks`, `expert_parallel_transport`,
-    `expert_parallel_rows` and `expert_parallel_shadows`. These win over `expert_parallel`, and can be read and set as attributes.
-    Constructing such a layer is collective over the group: it compares the ranks' arguments.
+    `expert_parallel_rows`, `expert_parallel_shadows` and `expert_parallel_loans`. These win over `expert_parallel`, and can be read and
+    set as attributes. Constructing such a layer is collective over the group: it compares the ranks' arguments.
 
     `batch_invariant` asks that the output for a token, the router's choice included, has the same bits whatever other tokens are in the
     batch, and however many. It concerns forward only. It needs the engine `hopper` or `tensor_core` and a router that is a plain linear
@@ -196,7 +196,7 @@ class Arguments:
             self._check_batch_invariant()
         if self.fp8_recipe is not None:
             engines.float8(self.fp8_recipe, self.engine)
-            for name, expected in (("mlp_impl", "gbmoe"), ("batch_invariant", False)):
+            for name, expected in (("mlp_impl", "gbmoe"), ("batch_invariant", False), ("expert_parallel_loans", 0)):
                 require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} with fp8_recipe", repr(getattr(self, name)))
         for name in ("moe_loss_weight", "moe_zloss_weight", "moe_jitter_eps"):
             value = getattr(self, name)

@@ -31,6 +31,8 @@ class ExpertParallelOptions:
             and a CUDA graph can record the step. Where there are more rows, they are computed one part after the other.
         shadows: the weights of at most so many experts are copied to all ranks for a step, if less travels then than with the rows of
             their tokens. 0 is off. It needs rows that are exchanged and ranks that hold whole experts, and excludes exact.
+        loans: over mapped memory, ranks that have many rows to compute lend experts to ranks that have few, for a step: each lends at most
+            so many, and borrows at most so many. 0 is off. It needs ranks that hold whole experts, and excludes rows and shadows.
 
     Raises:
         ValueError: naming the argument of Arguments, what was expected and what came.
@@ -46,6 +48,7 @@ class ExpertParallelOptions:
     transport: str = "auto"
     rows: float | None = None
     shadows: int = 0
+    loans: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("ranks_per_node", 1), ("chunks", 0)):
@@ -54,11 +57,18 @@ class ExpertParallelOptions:
         require_choice("Arguments", _PREFIX + "transport", self.transport, TRANSPORTS)
         self._require(self.rows is None or (isinstance(self.rows, (int, float)) and self.rows > 0), "rows",
                       "None or a positive number, how many times the mean")
-        self._require(isinstance(self.shadows, int) and self.shadows >= 0, "shadows", "an int of at least 0")
+        for name in ("shadows", "loans"):
+            value = getattr(self, name)
+            self._require(isinstance(value, int) and value >= 0, name, "an int of at least 0")
         self._require(not self.exact or not self.shadows, "shadows",
                       "0 with expert_parallel_exact, as gradients of shadows are rounded on each rank")
         self._require(not self.shadows or self.transport != "peer_memory", "transport",
                       "'auto' or 'exchange' with expert_parallel_shadows, as only rows that are exchanged can stay where they are")
+        if self.loans:
+            self._require(self.transport != "exchange", "transport",
+                          "'auto' or 'peer_memory' with expert_parallel_loans, as experts are lent over mapped memory")
+            self._require(self.rows is None, "rows", "None with expert_parallel_loans, which the host decides about in each forward")
+            self._require(not self.shadows, "shadows", "0 with expert_parallel_loans, as shadows are for rows that are exchanged")
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
         require(holds, "Arguments", _PREFIX + name, expected, repr(getattr(self, name)))

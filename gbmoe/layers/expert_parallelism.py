@@ -94,12 +94,14 @@ def placement(args: Arguments) -> Placement:
                 options.exact)
         require(not options.shadows, "Arguments", "expert_parallel_shadows",
                 "0 where ranks share an expert (more ranks than experts)", options.shadows)
+        require(not options.loans, "Arguments", "expert_parallel_loans",
+                "0 where ranks share an expert (more ranks than experts)", options.loans)
     return Placement(
         group=group, world=world, rank=groups.rank_in(group) if spread else 0, experts=experts, experts_per_rank=experts_per_rank,
         shards=shards,
         nodes=None if options.exact else groups.nodes_of(group, options.ranks_per_node),
         chunks=1 if options.exact else min(options.chunks or 1, experts_per_rank),
-        exact=options.exact, rows=options.rows)
+        exact=options.exact, rows=options.rows, loans=options.loans)
 
 
 def maps_memory(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments, where: Placement,

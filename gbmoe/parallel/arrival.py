@@ -4,8 +4,11 @@ With its ids each rank publishes a header, [its tokens, the digest of what must 
 waits for the number of rows, it has the headers of all ranks then. Where it does not wait, the device compares the digests, and a later
 pass reports what it found.
 
+Where experts may be lent (loans.py), the host also has the slots that each rank's tokens have of each expert then. If it decides for loans,
+ranks that lend or borrow make their plan anew, with the borrowed experts after their own, and know its number of rows from these.
+
 Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
-token, E experts of this rank, H hidden, P rows of this rank, N elements of a header, X elements of a row as it travels.
+token, E experts of this rank, A of all ranks, H hidden, P rows of this rank, N elements of a header, X elements of a row as it travels.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.launch import peers
-from gbmoe.parallel import pass_agreement, region_rows
-from gbmoe.parallel.host_copy import HostCopy
+from gbmoe.parallel import loans, pass_agreement, region_rows
+from gbmoe.parallel.host_copy import HostCopy, to_device
+from gbmoe.parallel.lent_experts import Ledger, counts_of, ids_of_computing_ranks, local_ids
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.regions import Layout, Regions
@@ -70,6 +74,11 @@ class Joint:
     def of_bits(cls, bits: int) -> Joint:
         return cls(*(bool(bits >> bit & 1) for bit in range(6)))
 
+    def without_excess(self) -> Joint:
+        """The same, but rows of x are needed again for gradients of weights alone: a rank that does not know whether it will borrow asks
+        for them in any case."""
+        return replace(self, x_again=self.x_again and self.experts)
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -84,6 +93,7 @@ class Arrived:
     windows: Windows | None = None  # where rows may be more than there is room for; `slots` are those of the first window
     divided_SK: torch.Tensor | None = None  # of Windows.divided
     recipe: Float8BlockScaling | None = None  # by which rows of x travel in e4m3
+    ledger: Ledger | None = None  # the loans of this pass, if there are any
 
     def with_own_capacity(self) -> Arrived:
         """The same in a layout for the tokens of this pass, of which other passes that let the memory grow change nothing. A pass that is
@@ -111,25 +121,31 @@ class Arrival:
     Where the number of rows is not bounded, `finish` waits for the device once. Work that the caller starts before it hides that wait.
     Until the caller pulls the rows the device has nothing to do, so `finish` does no more than that takes. With `pulls_ahead` the device
     pulls them meanwhile, as many as there were in the last steps and some more: then the host's wait costs no time, and if there are not
-    more, `rows_ahead` are the rows.
+    more, `rows_ahead` are the rows. `expert_MFH`, the shape of an expert's matrices, matters where experts may be lent.
+
+    Attributes:
+        ids_TK: of this rank's tokens: after `finish`, where experts are lent, with those of the ranks that compute the slots.
     """
 
     def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, where: Placement, *,
                  layer: int = 0, records: bool = False, needs: Joint = Joint(), pulls_ahead: bool = False,
-                 recipe: Float8BlockScaling | None = None):
-        self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._where = memory, x_TH, ids_TK, weights_TK, where
+                 recipe: Float8BlockScaling | None = None, expert_MFH: tuple[int, ...] = ()):
+        self._memory, self._x_TH, self.ids_TK, self._weights_TK, self._where = memory, x_TH, ids_TK, weights_TK, where
         self._pulls_ahead, self._rows_here, self._needs, self._recipe = pulls_ahead, 0, needs, recipe
         self._ahead_PX: torch.Tensor | None = None
         self._windows: Windows | None = None
         self._divided_SK: torch.Tensor | None = None
-        self._numbers_on_host: torch.Tensor | None = None  # headers and offsets, where the host waits for them
+        self._numbers_on_host: torch.Tensor | None = None  # headers, offsets and counts, where the host waits for them
+        self._sizes_on_host: torch.Tensor | None = None  # of this rank's own and borrowed experts
+        self._lent_LMFH = (where.loans, *expert_MFH) if where.loans else ()
+        self._ledger: Ledger | None = None
         tokens, bounded = ids_TK.size(0), where.rows is not None
         # Layers that share a capacity. Where rows are bounded it does not grow after the first call, and shapes follow it.
         kind = ids_TK.size(1), x_TH.size(1), x_TH.dtype, where.shards, where.exact
         self._layers = (*kind, "rows are bounded") if bounded else kind
         self._expectation = *self._layers, where.experts, where.experts_per_rank  # those of which as many rows are expected here
         self._records = records
-        path = _path(*kind, where.experts, weights_TK is not None, bounded, recipe and recipe.engine)
+        path = _path(*kind, where.experts, weights_TK is not None, bounded, recipe and recipe.engine, self._lent_LMFH)
         self._digest = memory.announce(layer, path, records)
         if bounded and not capturing(x_TH.device):
             memory.report.look()
@@ -142,11 +158,12 @@ class Arrival:
         self._begin()
 
     def _begin(self) -> None:
-        memory, where, (tokens, top_k), hidden = self._memory, self._where, self._ids_TK.shape, self._x_TH.size(1)
-        layout = Layout(memory.capacity(self._layers), top_k, hidden, self._x_TH.dtype, memory.ranks, where.shards, where.exact)
+        memory, where, (tokens, top_k), hidden = self._memory, self._where, self.ids_TK.shape, self._x_TH.size(1)
+        layout = Layout(memory.capacity(self._layers), top_k, hidden, self._x_TH.dtype, memory.ranks, where.shards, where.exact,
+                        self._lent_LMFH)
         self._regions = memory.regions(layout)
         own, fits = self._regions.own, tokens <= layout.tokens
-        ids_TK, weights = self._ids_TK if fits else self._ids_TK[:0], None
+        ids_TK, weights = self.ids_TK if fits else self.ids_TK[:0], None
         if fits and self._weights_TK is not None:
             weights = self._weights_TK.contiguous()
         header = tokens, self._digest, self._needs.bits(), 0
@@ -160,7 +177,10 @@ class Arrival:
         memory.barrier()
         headers_WN = torch.empty(memory.ranks, peers.HEADER_NUMBERS, dtype=torch.int32, device=self._x_TH.device)
         self._plan_rows(headers_WN)
-        self._on_host = HostCopy(torch.cat([headers_WN.flatten(), self._plan.offsets_E1]))
+        numbers = [headers_WN.flatten(), self._plan.offsets_E1]
+        if where.loans:
+            numbers.append(counts_of(self._chosen_SK, memory.ranks, where.experts).flatten())
+        self._on_host = HostCopy(torch.cat(numbers))
         # The tokens are published while the headers travel to the host.
         if fits:
             region_rows.publish(self._x_TH, self._regions, "x", memory.rank, self._recipe)
@@ -175,14 +195,25 @@ class Arrival:
         ids_SK = torch.empty(layout.ranks * layout.tokens, layout.top_k, dtype=torch.int32, device=self._x_TH.device)
         weighted = self._weights_TK is not None
         self._weights_SK = torch.empty_like(ids_SK, dtype=torch.float32) if weighted else None
-        peers.collect_slots(of_ranks["ids"], of_ranks["weights"] if weighted else None, of_ranks["header"], where.first_expert,
-                            where.experts_per_rank, only_differing, ids_SK, self._weights_SK, headers_WN)
+        first, experts = (0, where.experts) if where.loans else (where.first_expert, where.experts_per_rank)
+        peers.collect_slots(of_ranks["ids"], of_ranks["weights"] if weighted else None, of_ranks["header"], first, experts, only_differing,
+                            ids_SK, self._weights_SK, headers_WN)
+        if where.loans:
+            self._chosen_SK, self._chosen_weights_SK = ids_SK, self._weights_SK
+            local_SK = ids_SK - where.first_expert
+            ids_SK = self._kept(torch.where((local_SK >= 0) & (local_SK < where.experts_per_rank), local_SK, -1))
         if where.rows is not None:
             room = self._together(math.ceil(where.rows * layout.tokens * layout.top_k * where.shards))
             self._windows = Windows.of(room, ids_SK.size(0), layout.top_k, where.experts_per_rank)
             if self._windows is not None:
                 ids_SK = self._divided_SK = self._windows.divided(ids_SK, layout.ranks)
         self._plan = RoutingPlan.from_experts(ids_SK, where.experts_per_rank, check="none")
+
+    def _kept(self, local_SK: torch.Tensor) -> torch.Tensor:
+        """The ids that this rank computes, of which the others are -1; router weights are of those slots alone."""
+        weights_SK = self._chosen_weights_SK
+        self._weights_SK = None if weights_SK is None else torch.where(local_SK >= 0, weights_SK, 0.0)
+        return local_SK
 
     def finish(self) -> Arrived:
         """Return the rows that all ranks' tokens have here.
@@ -200,12 +231,14 @@ class Arrival:
             memory.make_room(self._layers, most)
             self._begin()
             headers_WN, rows = self._numbers()
-        self._rows_here = rows
         self._tokens_W = [header[peers.TOKENS] for header in headers_WN]
-        needs = Joint.of_bits(functools.reduce(operator.or_, (header[peers.NEEDS] for header in headers_WN)))
-        slots = sum(self._tokens_W) * self._ids_TK.size(1)
+        if self._where.loans:
+            rows = self._with_loans(rows)
+        self._rows_here = rows
+        needs = Joint.of_bits(functools.reduce(operator.or_, (header[peers.NEEDS] for header in headers_WN))).without_excess()
+        slots = sum(self._tokens_W) * self.ids_TK.size(1)
         # Of what this pass has, and not of the memory's capacity: a pass that is repeated has as many rows.
-        most_rows = padded_rows(slots, self._where.experts_per_rank, self._plan.align)
+        most_rows = padded_rows(slots, self._plan.num_experts, self._plan.align)
         return self._arrived(min(most_rows, self._together(rows)), self._tokens_W, needs)
 
     def _numbers(self) -> tuple[list[list[int]], int]:
@@ -219,7 +252,31 @@ class Arrival:
         headers_WN = [numbers[N * rank : N * rank + N] for rank in range(self._memory.ranks)]
         if any(header[peers.DIGEST] != headers_WN[0][peers.DIGEST] for header in headers_WN):
             self._memory.refuse()
-        return headers_WN, numbers[-1]
+        return headers_WN, numbers[N * self._memory.ranks + self._where.experts_per_rank]
+
+    def _with_loans(self, rows: int) -> int:
+        """This rank's rows once it is decided who computes them: of its own experts there were so many."""
+        where, memory, numbers = self._where, self._memory, self._numbers_on_host
+        assert numbers is not None
+        counts_WA = numbers[-memory.ranks * where.experts :].view(memory.ranks, where.experts)
+        elements = math.prod(self._lent_LMFH[1:])
+        price = loans.price_in_rows(elements, self._x_TH.element_size(), self._x_TH.device.type)
+        made = loans.choose(counts_WA.tolist(), where.experts_per_rank, where.loans, price)
+        if not made:
+            return rows
+        ledger = self._ledger = Ledger(tuple(made), memory.ranks, where.experts_per_rank)
+        ranks_WA = ledger.ranks_WA()
+        self.ids_TK = ids_of_computing_ranks(self.ids_TK, to_device(ranks_WA[memory.rank], self._x_TH.device), where.experts_per_rank)
+        return self._plan_anew(ledger, counts_WA) if ledger.changes(memory.rank) else rows
+
+    def _plan_anew(self, ledger: Ledger, counts_WA: torch.Tensor) -> int:
+        """Make the plan of this rank's own and borrowed experts, E + B of them. Returns its number of rows, which the host knows."""
+        rank = self._memory.rank
+        ids_SK = self._kept(local_ids(self._chosen_SK, to_device(ledger.local_WA(rank), self._x_TH.device)))
+        self._plan = RoutingPlan.from_experts(ids_SK, ledger.experts(rank), check="none")
+        sizes_E = (ledger.counts_E(rank, counts_WA) + self._plan.align - 1) // self._plan.align * self._plan.align
+        self._sizes_on_host, self._ahead_PX = sizes_E, None
+        return int(sizes_E.sum())
 
     def _bounded(self) -> Arrived:
         layout, windows = self._regions.layout, self._windows
@@ -237,6 +294,9 @@ class Arrival:
         if self._on_host is None:
             return None
         known, rows = self._memory.expected_rows, self._rows_here
+        if self._ledger is not None and self._ledger.changes(self._memory.rank):  # as it probably will in the next step
+            known[self._expectation] = 0
+            return None
         expected = max(rows, math.floor(known.get(self._expectation, 0) * (1 - _FEWER_ROWS)))
         known[self._expectation] = min(expected, math.ceil(rows * _MOST_TIMES))
         ahead_PX, self._ahead_PX = self._ahead_PX, None
@@ -245,15 +305,17 @@ class Arrival:
         return region_rows.gathered(ahead_PX[: self._slots.num_rows], self._slots, self._x_TH)
 
     def sizes_and_engine(self, engine: str, w1_EFH: torch.Tensor) -> tuple[torch.Tensor, Engine]:
-        """The rows of each expert, on the host or on the device as `engine` wants them for these rows and w1, and the engine of experts
-        whose sizes are there; after `finish`."""
+        """The rows of each expert, those of borrowed ones last, on the host or on the device as `engine` wants them for these rows and
+        such w1, and the engine of experts whose sizes are there; after `finish`."""
         x_TH, rows, sizes_E = self._x_TH, self._slots.num_rows, self._plan.padded_counts_E
-        on_host = x_TH.device.type == "cpu"
-        resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, on_host)
+        on_host, shape_EFH = x_TH.device.type == "cpu", (sizes_E.numel(), *w1_EFH.shape[1:])
+        resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, shape_EFH, on_host)
         if resolved.needs_host_sizes and self._numbers_on_host is not None:
-            sizes_E = self._numbers_on_host[self._memory.ranks * peers.HEADER_NUMBERS :].diff().long()
+            first = self._memory.ranks * peers.HEADER_NUMBERS
+            own_E1, planned_E = self._numbers_on_host[first : first + self._where.experts_per_rank + 1], self._sizes_on_host
+            sizes_E = own_E1.diff().long() if planned_E is None else planned_E
             if not on_host:
-                resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, True)
+                resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, shape_EFH, True)
         assert resolved.engine is not None
         return sizes_E, resolved.engine
 
@@ -272,13 +334,15 @@ class Arrival:
 
     def _arrived(self, rows: int, tokens_W: list[int], needs: Joint) -> Arrived:
         self._slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
-        return Arrived(self._memory, self._regions, self._slots, self._weights_SK, tokens_W, needs, recipe=self._recipe)
+        return Arrived(self._memory, self._regions, self._slots, self._weights_SK, tokens_W, needs, recipe=self._recipe,
+                       ledger=self._ledger)
 
 
 @functools.lru_cache(maxsize=256)
 def _path(top_k: int, hidden: int, dtype: torch.dtype, shards: int, exact: bool, experts: int, weighted: bool, bounded: bool,
-          recipe: str | None) -> str:
+          recipe: str | None, lent_LMFH: tuple[int, ...]) -> str:
     """How rows travel, and in what form: equal on all ranks."""
     return (f"mapped memory of {hidden} x {dtype} a row{pass_agreement.quantised_by(recipe)} and {top_k} slots a token,"
             f" {'with' if weighted else 'without'} router weights,"
-            f" {experts} experts in {shards} shards{', one row a slot' if exact else ''}{', rows bounded' if bounded else ''}")
+            f" {experts} experts in {shards} shards{', one row a slot' if exact else ''}{', rows bounded' if bounded else ''}"
+            f"{f', at most {lent_LMFH[0]} experts of {list(lent_LMFH[1:])} lent' if lent_LMFH else ''}")

@@ -49,6 +49,7 @@ class Placement:
         exact: bring back the row of every slot, and sum rows in slot order. The sums have the same bits as those of one process.
         rows: over mapped memory, the rows for which a rank has room, as a multiple of the mean over ranks; more are computed one part after
             the other (gbmoe/parallel/windows.py). None: as many as there are, for whose number the host waits in each forward.
+        loans: over mapped memory, how many experts a rank may lend in a step, and how many borrow (gbmoe/parallel/loans.py).
         timeout_seconds: how long a rank's device waits for the others there; None for the group's own timeout.
     """
 
@@ -63,12 +64,16 @@ class Placement:
     shadows: int = 0
     exact: bool = False
     rows: float | None = None
+    loans: int = 0
     timeout_seconds: float | None = None
 
     def __post_init__(self):
         if self.exact:
             require(self.shards == 1, "Placement", "shards", "1 together with exact: the ranks that hold shards of an expert"
                     " would bring their rows to one place", self.shards)
+        if self.loans:
+            require(self.shards == 1, "Placement", "shards", "1 together with loans, which are whole experts", self.shards)
+            require(self.rows is None, "Placement", "rows", "None together with loans, which the host decides about", self.rows)
 
     @property
     def shard(self) -> int:

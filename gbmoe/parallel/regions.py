@@ -1,7 +1,7 @@
 """What lies where in the memory that ranks map from each other.
 
 Shape suffixes: C capacity, the most tokens that a rank has room for; W ranks; K slots a token; H hidden; Z shards of an expert; N
-elements of a header.
+elements of a header; L experts that a rank may lend or borrow; M matrices of an expert; F ffn hidden.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Layout:
-    """How one layer divides the memory: a header, ids and weights, tokens and gradients that others pull, and rows and scalars that
-    others push. Every layer's regions begin at the start of the memory, as passes follow one another.
+    """How one layer divides the memory: a header, ids and weights, tokens and gradients that others pull, rows and scalars that others
+    push, and matrices of lent experts, or their gradients, that others read. Every layer's regions begin at the start of the memory, as
+    passes follow one another.
 
     Attributes:
         tokens: C.
@@ -30,6 +31,7 @@ class Layout:
         ranks: W.
         shards: Z.
         by_slot: the pushed rows are one for every slot, [C * K, H]; otherwise they are one sum for every rank, [W, C, H].
+        lent: [L, M, F, H] where experts may be lent, otherwise empty.
     """
 
     tokens: int
@@ -39,12 +41,13 @@ class Layout:
     ranks: int
     shards: int
     by_slot: bool
+    lent: tuple[int, ...] = ()
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each region by its name, in the order in which they lie in memory."""
         C, K, H = self.tokens, self.top_k, self.hidden
-        return {
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "header": ((HEADER_NUMBERS,), torch.int32),
             "ids": ((C, K), torch.int32),
             "weights": ((C, K), torch.float32),
@@ -53,6 +56,7 @@ class Layout:
             "grad": ((C, H), self.dtype),
             "pushed": ((C * K, H) if self.by_slot else (self.ranks, C, H), self.dtype),
         }
+        return {**shapes, "lent": (self.lent, self.dtype)} if self.lent else shapes
 
     @property
     def offsets(self) -> dict[str, int]:

@@ -5,15 +5,16 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
-from gbmoe import Arguments, ExpertParallelOptions
-from gbmoe.layers import expert_parallel_options
+from gbmoe import Arguments, ExpertParallelOptions, Float8BlockScaling
+from gbmoe.layers import expert_parallel_options, expert_parallelism
 
 FLAT_NAMES = expert_parallel_options.FLAT_NAMES
 
 
 def test_options_are_one_value_and_their_flat_names():
-    options = ExpertParallelOptions(transport="exchange", chunks=2, shadows=3)
+    options = ExpertParallelOptions(transport="peer_memory", chunks=2, loans=3)
     nested = Arguments(expert_parallel=options)
     flat = Arguments(**{flat: getattr(options, name) for flat, name in FLAT_NAMES.items()})
     assert nested == flat and nested.expert_parallel == options
@@ -50,6 +51,10 @@ def test_a_dictionary_of_all_arguments_makes_them_again():
     (dict(rows=0.0), "rows: expected None or a positive number, how many times the mean, got 0.0"),
     (dict(shadows=None), "shadows: expected an int of at least 0, got None"),
     (dict(exact=True, shadows=1), "shadows: expected 0 with expert_parallel_exact"),
+    (dict(loans=-1), "loans: expected an int of at least 0, got -1"),
+    (dict(loans=1, transport="exchange"), "transport: expected 'auto' or 'peer_memory' with expert_parallel_loans"),
+    (dict(loans=1, rows=2.0), "rows: expected None with expert_parallel_loans"),
+    (dict(loans=1, shadows=1), "shadows: expected 0 with expert_parallel_loans"),
     (dict(shadows=1, transport="peer_memory"), "transport: expected 'auto' or 'exchange' with expert_parallel_shadows"),
 ])
 def test_what_does_not_go_together_is_refused_by_its_argument(values, words):
@@ -57,6 +62,18 @@ def test_what_does_not_go_together_is_refused_by_its_argument(values, words):
                  lambda: Arguments(**{"expert_parallel_" + name: value for name, value in values.items()})):
         with pytest.raises(ValueError, match="^Arguments: expert_parallel_" + words):
             make()
+
+
+def test_loans_of_experts_in_float8_are_refused():
+    with pytest.raises(ValueError, match="Arguments: expert_parallel_loans: expected 0 with fp8_recipe, got 1"):
+        Arguments(fp8_recipe=Float8BlockScaling(), expert_parallel_loans=1)
+
+
+def test_loans_of_shards_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 4)
+    args = Arguments(moe_num_experts=2, device="cpu", moe_expert_model_parallelism=True, expert_parallel_loans=1)
+    with pytest.raises(ValueError, match="expert_parallel_loans: expected 0 where ranks share an expert"):
+        expert_parallelism.placement(args)
 
 
 def test_another_type_and_another_name_are_refused():

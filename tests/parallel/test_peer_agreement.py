@@ -131,7 +131,7 @@ def of_gpus(function):
 
 @case
 def experts_frozen_on_one_rank_hung_all(rank):
-    for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_exact": True}):
+    for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_exact": True}, {"expert_parallel_loans": 2}):
         for frozen in ((0,), (WORLD - 1,), tuple(range(1, WORLD))):
             layer = make(**fields)
             layer.requires_grad_(rank not in frozen)
@@ -143,7 +143,7 @@ def experts_frozen_on_one_rank_hung_all(rank):
 
 @case
 def tokens_without_a_gradient_on_one_rank_left_stale_rows(rank):
-    for fields in ({}, {"expert_parallel_rows": 4.0}):
+    for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_loans": 2}):
         for seed in (1, 2):  # rows of the first were those of the second
             got = step(make(**fields), rank, x_needs=rank != 0, weights_need=rank != WORLD - 1, seed=seed)
             compare(got, expected(rank, seed=seed))
@@ -446,7 +446,7 @@ def lost(rank, do, other=PassLost, words="rank 0 ended a pass early: Simulated: 
 def an_exception_between_barriers_of_forward_made_later_passes_wrong(rank):
     layer = make()
     with torch.no_grad():
-        for fields in ({}, {"expert_parallel_rows": 4.0}):
+        for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_loans": 2}):
             layer = make(**fields)
             step(layer, rank)
             for module, name in ((peer_transport, "push_sums"), (expert_forward_backward, "forward"), (peer_transport, "sum_of_ranks")):
@@ -495,7 +495,7 @@ def goes_on_at_once(rank, do, is_lost):
 @case
 def hosts_that_waited_for_their_devices_after_a_failure_of_another_hung(rank):
     """Their devices waited in a barrier that the rank which had left did not begin."""
-    for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_exact": True}):
+    for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_exact": True}, {"expert_parallel_loans": 2}):
         for module, name in ((peer_transport, "push_sums"), (peer_transport, "sum_of_ranks"),
                              (expert_forward_backward, "compute_gradients"), (expert_forward_backward, "_give_back_dx")):
             layer = make(**fields)
@@ -592,7 +592,8 @@ def a_batch_beyond_the_room_left_the_others_waiting(rank):
 def checkpointing_failed_where_the_room_had_grown_since_forward(rank):
     """Recomputed values had other shapes: those of the memory that all layers share."""
     peer_memory.release()
-    for fields in ({}, {"expert_parallel_exact": True}, {"keep_gathered_rows": True}, {"expert_parallel_rows": 0.5}):
+    for fields in ({}, {"expert_parallel_exact": True}, {"keep_gathered_rows": True}, {"expert_parallel_rows": 0.5},
+                   {"expert_parallel_loans": 2}):
         layer, other = make(**fields), make()  # of one kind
         call(layer, *mine(rank, (700,) * WORLD)[:3])  # where rows are bounded, the first call makes the room
         for few, many in (((9, 14, 0, 3), (1100, 7, 0, 3)), ((150, 90, 1, 3), (1700, 300, 80, 3)), ((0, 1, 2, 0), (2400, 1, 2, 0))):

@@ -1,7 +1,7 @@
 """Rows pulled and sums pushed between ranks give what one process gives on all ranks' tokens: between GPUs, and between processes on the
 CPU that map files (gbmoe.testing.mapped_files).
 
-One start of a number of processes serves all cases, these and those of window_cases.py.
+One start of a number of processes serves all cases, these and those of window_cases.py and lending_cases.py.
 
 Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F ffn hidden.
 """
@@ -24,7 +24,7 @@ from gbmoe.parallel import Placement, arrival, peer_experts, peer_memory, peer_t
 from gbmoe.parallel.peer_transport import sum_of_ranks
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests import rank_groups
-from tests.parallel import peer_layers, window_cases
+from tests.parallel import lending_cases, peer_layers, window_cases
 from tests.parallel.peer_layers import CASES, OF_GPUS, Layer, case, device, of_gpus, synchronize
 from tests.test_weight_layout import laid_out
 
@@ -437,7 +437,7 @@ MARKS = {"cpu": [pytest.mark.xdist_group("mapped-files")], "cuda": [pytest.mark.
 # Four processes on a CPU spend four fifths of their time on these, in which two processes do the same.
 LONG = ("glu_mlp_and_dtypes", "gradients_of_weights_are_scaled_and_others_are_not", "slots_have_the_bits_of_one_process", "checkpointed",
         "tokens_of_one_layer_do_not_count_for_others_of_another_shape", "rows_are_pulled_while_the_host_waits_for_their_number",
-        *window_cases.LONG)
+        *window_cases.LONG, *lending_cases.LONG)
 
 
 def starts():
