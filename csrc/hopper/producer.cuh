@@ -68,7 +68,8 @@ template <typename Traits> struct Producer {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {
               // Lines are the first pair's a; a second one lies in memory.
-              if (!Traits::kGatherA || (Traits::kGatherLines && !kGroupedK && pair)) load_a(maps, tile, rank, pair, k, arrived, a);
+              const bool in_memory = !Traits::kGatherA || (Traits::kGatherLines && !kGroupedK && pair);
+              if (in_memory) load_a(maps, tile, rank, pair, k, arrived, a);
               load_b(maps, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, places, arrived, b);
             }
           }

@@ -10,7 +10,8 @@ using namespace hopper;
 
 // Only the commonest family gathers.
 template <typename T>
-void launch_pairs(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
+void launch_pairs(
+    const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
   if (!tiling.is(kWideTileN, 1, 2)) tiling.refuse("hopper_up_pairs");
   if (changes_gate(args.activation.kind)) launch<UpPairsSettings<T, GatingActivation, false>>(maps, args, balancing, on);
   else if (args.tokens) launch<UpPairsSettings<T, SigmoidActivation, true>>(maps, args, balancing, on);
@@ -22,9 +23,9 @@ void launch_pairs(const TensorMaps& maps, const Arguments& args, const Tiling& t
 // w [E,2F,H], and b2 [E,2F,K2], contiguous along 2F; pairs are written if they are given. bias [E,2F]. x [P,H], or where slot_of_row is
 // given the tokens [T,H] from which rows are gathered.
 void hopper_up_pairs(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places,
-    std::optional<Tensor> bias, Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling,
-    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> pairs) {
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w, std::optional<Tensor> a2, std::optional<Tensor> b2,
+    std::vector<int64_t> places, std::optional<Tensor> bias, Tensor sizes, std::vector<double> activation,
+    std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> pairs) {
   const OnDevice current(x);
   STD_TORCH_CHECK(contiguous_along_n(w), "hopper_up_pairs: expected w contiguous along F");
   const Tiling tiles = tiling_of(tiling);
@@ -55,7 +56,8 @@ void hopper_up_pairs(
 
 GBMOE_OPERATOR(
     hopper_up_pairs,
-    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w, Tensor? a2, Tensor? b2, int[] places, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, "
+    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w, Tensor? a2, Tensor? b2, int[] places, Tensor? bias, Tensor sizes, "
+    "float[] activation, int[] tiling, "
     "Tensor(a!)? "
     "workspace, Tensor(b!) a, Tensor(c!)? pairs) -> ()");
 
