@@ -528,6 +528,6 @@ def test_a_second_pair_that_does_not_fit_is_refused(on_hopper):
                              ((a2, b2.mT.contiguous(), b2.mT.contiguous()[:, :8]), r"expected v2 .* 64 columns .*, got \[1,8,16\]")):
         with pytest.raises(RuntimeError, match="hopper_up_glu: " + message):
             hopper.launch_up(GemmConfig(WIDE), a, None, 1, *weights, sizes, "silu", *outs, *further)
-    with pytest.raises(RuntimeError, match="hopper_up_glu: expected rows that are gathered"):
+    with pytest.raises(RuntimeError, match="hopper_up_glu: expected v1, and rows in memory or CTAs in pairs"):
         hopper.launch_up(GemmConfig(WIDE), a, torch.arange(8, device=DEVICE).int(), 1, *weights, sizes, "silu", *outs, a2,
                          *[b2.mT.contiguous()] * 2)
