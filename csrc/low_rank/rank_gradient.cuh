@@ -30,7 +30,7 @@ struct GradientArguments {
 };
 
 template <int kMostRanks> struct GradientTraits {
-  static constexpr int kRanks = kMostRanks, kColumns = 128, kBlockRows = 32, kStages = 6;
+  static constexpr int kRanks = kMostRanks, kColumns = 128, kBlockRows = 32, kStages = 4;
   using TileRight = tensor_core::OperandTile<Bits, kColumns, 2 * kBlockRows, false>;
   static constexpr int kBytesRight = kBlockRows * kColumns * 2, kStageBytes = kBytesRight + kBlockRows * kRanks * 2;
   static constexpr int kSharedBytes = kStages * kStageBytes;

@@ -32,7 +32,8 @@ template <int kMostRanks, bool kAlongK> struct ProductTraits {
   static constexpr bool kBAlongK = kAlongK;
   // With more columns a CTA has more rows: it reads b from the L2 as often as there are tiles, and a fragment of b for each 16 rows or 32.
   static constexpr int kFragmentsM = kRanks > 32 ? 2 : 1, kTileRows = kWarps * 16 * kFragmentsM;
-  static constexpr int kStages = kRanks > 32 ? 4 : 6;
+  // As few as leave enough bytes on their way: a multiprocessor has more CTAs then, and all tiles of a shape run at once more often.
+  static constexpr int kStages = kRanks > 16 ? 3 : 4;
   using TileA = tensor_core::OperandTile<Bits, kTileRows, 128, true>;
   using TileB = tensor_core::OperandTile<Bits, kRanks, 128, true>;
   static constexpr int kBytesA = kTileRows * 128, kStageBytes = kBytesA + kRanks * 128, kSharedBytes = kStages * kStageBytes;
