@@ -4,6 +4,8 @@
     python scripts/random_expert_parallel.py --ranks 4 --cases 1000              gloo on the CPU, rows exchanged
     python scripts/random_expert_parallel.py --ranks 4 --cases 1000 --mapped     the same over memory that the ranks map (files)
     python scripts/random_expert_parallel.py --ranks 2 --cases 300 --cuda        a GPU for each rank, both transports
+    python scripts/random_expert_parallel.py --ranks 4 --cases 100 --cuda --share-gpus    the same where there are fewer GPUs, which run
+                                                                                 one rank after the other, over gloo
 
 A case is drawn from its seed, which is printed where it fails: `--seed S --cases 1` draws that one again. The number of experts and of
 their shards, the option, dtypes, tokens of each rank (none on some), dropped slots, skew, one micro-batch or two, and what needs gradients
@@ -34,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gbmoe
 from gbmoe.layers import ParallelDroplessMLP
-from gbmoe.parallel import peer_memory
+from gbmoe.parallel import loans, peer_memory
 from gbmoe.testing import mapped_files
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 3e-4, torch.bfloat16: 4e-2}
@@ -199,13 +201,17 @@ def run(rank: int, options: argparse.Namespace, store: str) -> None:
     """A rank's part of all cases."""
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    device = torch.device("cuda", rank) if options.cuda else torch.device("cpu")
+    shared = options.cuda and torch.cuda.device_count() < options.ranks
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if options.cuda else torch.device("cpu")
     if options.cuda:
         torch.cuda.set_device(device)
+    if shared:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch reads it when ranks map memory
     if options.mapped:
         peer_memory.MAPPERS["cpu"] = lambda: mapped_files
-    dist.init_process_group("nccl" if options.cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks,
-                            timeout=timedelta(seconds=60))
+    loans.price_in_rows = lambda *_: 0  # a loan costs a GPU more than the few rows of a case
+    dist.init_process_group("nccl" if options.cuda and not shared else "gloo", init_method=f"file://{store}", rank=rank,
+                            world_size=options.ranks, timeout=timedelta(seconds=180 if shared else 60))
     began, failed = time.time(), 0
     for seed in range(options.seed, options.seed + options.cases):
         case = Case(seed, options.ranks, device, options.mapped)
@@ -234,11 +240,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next one has the next seed")
     parser.add_argument("--mapped", action="store_true", help="rows are pulled from memory that the ranks map, on the CPU")
     parser.add_argument("--cuda", action="store_true", help="each rank has a GPU")
+    parser.add_argument("--share-gpus", action="store_true", help="with --cuda: or a part of a GPU's time, where there are fewer GPUs")
     options = parser.parse_args()
     for name, least in (("ranks", 1), ("cases", 1), ("seed", 0)):
         if not least <= getattr(options, name) < 2**31:
             parser.error(f"--{name}: expected a number of at least {least}, got {getattr(options, name)}")
-    if options.cuda and torch.cuda.device_count() < options.ranks:
+    if options.cuda and torch.cuda.device_count() < (1 if options.share_gpus else options.ranks):
         parser.error(f"--cuda: expected a GPU for each of {options.ranks} ranks, found {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (options, str(Path(folder, "store"))), nprocs=options.ranks)

@@ -3,7 +3,7 @@
 #
 #   scripts/test_gpu.sh [PART...]     all parts in this order, or those that are named:
 #     tests      tests marked `gpu`, in as many processes as test_processes.py says
-#     two-gpus   tests in which each rank has a GPU; left out, with a message, where there is one GPU
+#     two-gpus   tests in which each rank has a GPU; left out, with a message, where there is one GPU, unless GBMOE_TEST_SHARE_GPU=1
 #     large      tests that need most of an H200's memory, one by one
 #     memcheck   tests marked `memcheck`, under compute-sanitizer
 #
@@ -27,7 +27,7 @@ tests() {
 }
 
 two-gpus() {
-  if ((gpus < 2)); then
+  if ((gpus < 2)) && [[ ${GBMOE_TEST_SHARE_GPU-} != 1 ]]; then
     echo "== two-gpus: left out, this machine has $gpus"
     return 0
   fi

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gbmoe
@@ -160,7 +159,7 @@ def float32_router(units, mesh, device):
 
 def worker(rank, store, device_type, results):
     device = rank_groups.join(rank, WORLD, store, device_type)
-    mesh = init_device_mesh(device_type, (WORLD,))
+    mesh = rank_groups.mesh_of_all(device_type)
     for name, case in CASES.items():
         results[name, rank] = train(case, rank, mesh, device)
     for units in UNITS:

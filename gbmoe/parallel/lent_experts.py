@@ -179,13 +179,17 @@ class LentGradients(WeightGradients):
         if not self._borrowed:
             super().write(name, experts, left_PF, rows, sizes_E, scale)
             return
-        of_own, of_borrowed = self[name].unbind(0), self._regions.own["lent"][: self._borrowed, _NAMES.index(name)].unbind(0)
-        out = SeparateWeights((*of_own, *of_borrowed))
+        own_EFH, mapped_BFH = self[name], self._regions.own["lent"][: self._borrowed, _NAMES.index(name)]
+        # Not where their owners find them: mapped memory may lie too far from the rest for a table of both.
+        borrowed_BFH = own_EFH.new_empty(mapped_BFH.shape)
+        out = SeparateWeights((*own_EFH.unbind(0), *borrowed_BFH.unbind(0)))
         if experts.reads_separate_weights and experts.writes_in_place(out):
             experts.write_gradient(left_PF, rows.rows_PH(), sizes_E, out)  # no kernel that gathers writes lists
-            return
-        for out_FH, gradient_FH in zip(out.tensors, experts.weight_gradient(left_PF, rows, sizes_E)):
-            out_FH.copy_(gradient_FH)
+        else:
+            made = experts.weight_gradient(left_PF, rows, sizes_E)
+            own_EFH.copy_(made[: own_EFH.size(0)])
+            borrowed_BFH = made[own_EFH.size(0):]
+        mapped_BFH.copy_(borrowed_BFH)
 
     def settle(self) -> None:
         """Add what borrowers have computed; collective, after all `write`. Until the pass's last barrier their memory is read."""

@@ -206,6 +206,9 @@ class PeerMemory:
                     self.board.fail(error, number)  # which this rank may not have announced: others can still end the pass before
                 self._close_barriers()
                 with contextlib.suppress(RuntimeError):  # of a device that is lost
+                    if self._side is not None and not self._captures:
+                        # Its copies may be under way to tensors of this stream, which are freed before anything has waited for them.
+                        self.stream().wait_stream(self._side)
                     self.end()
             raise
         finally:
@@ -281,9 +284,11 @@ class PeerMemory:
 
     def check(self) -> None:
         """Raise what later passes would raise: that another rank has left a pass early, or what passes have reported for which no host
-        waited. Waits for the device. Not within a pass."""
+        waited. Waits for the device, and so until no rank can leave a pass any more that this rank has made. Not within a pass."""
         try:
             self.board.check()
+            self._streams.synchronize(self.device)
+            self.board.check()  # of ranks for which the device has waited
         except Exception:  # which tells this rank of a failure
             self._close_barriers()
             raise

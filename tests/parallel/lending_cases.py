@@ -6,9 +6,11 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 import contextlib
 import dataclasses
 import functools
+import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import Float8BlockScaling, WeightGradientSink, WeightLayout
@@ -17,7 +19,7 @@ from gbmoe.engines.resolved import Resolved
 from gbmoe.parallel import arrival, lent_experts, loans, peer_experts, peer_memory
 from gbmoe.separate_weights import SeparateWeights
 from gbmoe.testing import exact_inputs
-from tests.parallel.peer_layers import Layer, case, device
+from tests.parallel.peer_layers import Layer, case, device, of_gpus, synchronize
 from tests.parallel.window_cases import Skewed
 
 
@@ -210,8 +212,8 @@ class OfLists(Reference):
 
     reads_separate_weights, decides_by_kind = True, False
 
-    def __init__(self):
-        self.read = self.written = 0
+    def __init__(self, mapped):
+        self.read, self.written, self._begin, self._end = 0, 0, mapped.data_ptr(), mapped.data_ptr() + mapped.nbytes
 
     def readable(self, matrices):
         return matrices, False
@@ -221,7 +223,8 @@ class OfLists(Reference):
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         self.read += isinstance(b, SeparateWeights)
-        self.written += isinstance(out, SeparateWeights)
+        if isinstance(out, SeparateWeights):  # for which mapped memory may lie too far from other memory
+            self.written += not any(self._begin <= matrix.data_ptr() < self._end for matrix in out.tensors)
         b = b.contiguous() if isinstance(b, SeparateWeights) else b
         if not isinstance(out, SeparateWeights):
             return super().gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
@@ -233,7 +236,9 @@ class OfLists(Reference):
 @case
 def borrowed_matrices_are_read_and_written_where_they_lie(rank, world):
     """By engines that take lists; others get copies, with the same results."""
-    layer, engine = Popular(rank, world, [60, 70], experts=8, dtype=torch.float32), OfLists()
+    layer = Popular(rank, world, [60, 70], experts=8, dtype=torch.float32)
+    run_lending(layer)
+    engine = OfLists(peer_memory.of_group(None, device(rank))._allocation.own)
     results = []
     for lists in (False, True):
         with pytest.MonkeyPatch.context() as patch, lending() as made:
@@ -274,6 +279,52 @@ def a_rank_that_failed_while_it_lent_left_others_waiting(rank, world):
             got, _ = run_lending(layer)
             for of_name, tensor in want.items():
                 assert torch.equal(got[of_name], tensor), of_name
+
+
+@of_gpus
+def copies_of_a_pass_that_was_lost_wrote_to_memory_that_was_free_again(rank, world):
+    """A rank fails before it has waited for the weights that copy engines bring it."""
+    layer, copy = Popular(rank, world, [60, 70], experts=8), lent_experts.BorrowedWeights._copy
+    want, made = run_lending(layer)
+    memory, copied = peer_memory.of_group(None, device(rank)), []
+
+    def copies_late(self, lent):
+        with memory.on(memory.side_stream()):
+            torch.cuda._sleep(int(1e8))
+        copy(self, lent)
+        copied.append(self._weights_BMFH.shape)
+
+    def fails(_):
+        dist.barrier()  # each rank has begun its copies
+        raise MemoryError("none left")
+
+    with pytest.MonkeyPatch.context() as patch, lending(), pytest.raises(MemoryError):
+        patch.setattr(lent_experts.BorrowedWeights, "_copy", copies_late)
+        patch.setattr(lent_experts.BorrowedWeights, "wait", fails)
+        layer.forward(layer.leaves(), loans=1)
+    gc.collect()
+    blocks = [torch.full(shape, 7.0, dtype=torch.bfloat16, device=device(rank)) for shape in copied for _ in range(16)]
+    synchronize()
+    assert bool(copied) == any(loan.borrower == rank for loan in made) and all(bool((block == 7).all()) for block in blocks)
+    got, _ = run_lending(layer)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+
+
+@of_gpus
+def layers_on_two_streams_lend(rank, world):
+    layer = Popular(rank, world, [600, 500], experts=16, hidden=512)
+    (expected, made), side = run_lending(layer), torch.cuda.Stream(device(rank))
+    assert made
+    with lending():
+        for _ in range(5):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                on_side = layer.run(loans=1)
+            here = layer.run(loans=1)
+            torch.cuda.current_stream().wait_stream(side)
+            for name, tensor in expected.items():
+                assert torch.equal(tensor, on_side[name]) and torch.equal(tensor, here[name]), name
 
 
 @case

@@ -10,6 +10,7 @@ import torch
 
 from gbmoe import RoutingPlan, expert_mlp
 from gbmoe.parallel import Placement, peer_experts
+from tests import rank_groups
 
 CASES, OF_GPUS = {}, set()
 DEVICE_TYPE = "cuda"
@@ -27,7 +28,7 @@ def of_gpus(function):
 
 
 def device(rank):
-    return torch.device("cuda", rank) if DEVICE_TYPE == "cuda" else torch.device("cpu")
+    return rank_groups.device_of(rank, DEVICE_TYPE)
 
 
 def synchronize():
@@ -55,7 +56,8 @@ class Layer:
         self.local, self.shards = experts // self.degree, world // self.degree
 
     def where(self, **changes):
-        return Placement(None, self.world, self.rank, self.experts, self.local, self.shards, timeout_seconds=60, **changes)
+        return Placement(None, self.world, self.rank, self.experts, self.local, self.shards, timeout_seconds=rank_groups.TIMEOUT_SECONDS,
+                         **changes)
 
     def mine(self, t_EFH):
         """This rank's experts, or shards of them."""

@@ -393,7 +393,7 @@ def worker(rank, store, device_type, transport, world, folder):
 def ran(request, tmp_path_factory):
     """(device type, what each process found)."""
     device_type, transport = request.param.split(",")[0], "exchange" if request.param == "cuda" else "auto"
-    world = 4 if device_type == "cpu" or torch.cuda.device_count() >= 4 else 2
+    world = 4 if rank_groups.have_devices(device_type, 4) else 2
     return device_type, rank_groups.files_of_ranks(worker, world, tmp_path_factory.mktemp("exchange"), device_type, transport, world,
                                              device_type=device_type, map_location=device_type)
 

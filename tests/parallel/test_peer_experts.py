@@ -468,8 +468,7 @@ def results_of(tmp_path_factory):
 
 @pytest.mark.parametrize("device_type, world, names, name", RUNS)
 def test_ranks_that_map_memory(results_of, device_type, world, names, name):
-    if device_type == "cuda" and torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs that map each other's memory, this machine has {torch.cuda.device_count()}")
+    rank_groups.skip_without_devices(device_type, world)
     results = results_of(device_type, world, names)
     failures = {rank: results.get((rank, name), "did not end") for rank in range(world) if results.get((rank, name), "did not end")}
     assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())

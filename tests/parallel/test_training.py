@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.utils.prune as prune
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
@@ -335,7 +334,7 @@ def factored(device):
 def worker(rank, store, device_type, folder):
     device = rank_groups.join(rank, WORLD, store, device_type)
     pairs, replicas = ([dist.new_group(ranks) for ranks in of] for of in (([0, 1], [2, 3]), ([0, 2], [1, 3])))
-    groups = {2: pairs[rank // 2], "replicas": replicas[rank % 2], "mesh": init_device_mesh(device_type, (WORLD,))}
+    groups = {2: pairs[rank // 2], "replicas": replicas[rank % 2], "mesh": rank_groups.mesh_of_all(device_type)}
     results = {("train", name): train(case, device, groups) for name, case in TRAININGS.items()}
     for name, case in SAVES.items():
         results["save", name] = save_and_load(case, device, groups, folder / name)
