@@ -47,6 +47,11 @@ def along_n(b_EKN):
     return b_EKN.stride(2) == 1
 
 
+def rows_of(x, slots, top_k):
+    """The rows of tokens x by their slots, zeros without one; x itself where there are no slots."""
+    return x if slots is None else x[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
+
+
 def name_of(activation):
     name, = (name for name in ("silu", activation_name(GPT_OSS)) if [*plain_activation.kernel_arguments(name)] == activation)
     return name
@@ -111,15 +116,20 @@ class Gemms:
             if out is not None:
                 out.copy_(value)
 
-    def rank_product(self, a, b, a2, b2, sizes, along_r, out):
-        assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride())
+    def rank_product(self, a, slots, top_k, b, a2, b2, sizes, along_r, out):
+        assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride()) and (slots is None or a2 is None)
         b, b2 = (t.mT if t is not None and not along_r else t for t in (b, b2))
-        out.copy_(grouped(a, b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
+        out.copy_(grouped(rows_of(a, slots, top_k), b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
 
     def rank_gradient(self, left, right, slots, top_k, sizes, out):
         assert left.size(1) <= 64 and along_n(out)
-        rows = right if slots is None else right[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
-        self.hopper_weights(left, rows, sizes, None, None, None, (), False, out)
+        self.hopper_weights(left, rows_of(right, slots, top_k), sizes, None, None, None, (), False, out)
+
+    def rank_product_and_gradients(self, a, slots, top_k, b, a2, b2, sizes, along_r, out, *gradients):
+        self.rank_product(a, slots, top_k, b, a2, b2, sizes, along_r, out)
+        for left, right, made in zip(gradients[::3], gradients[1::3], gradients[2::3]):
+            if made is not None:
+                self.rank_gradient(left, right, slots, top_k, sizes, made)
 
     def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, places, add, out):
         for e, (left, right) in enumerate(zip(a[:sizes.sum()].split(sizes.tolist()), b[:sizes.sum()].split(sizes.tolist()))):
@@ -127,10 +137,9 @@ class Gemms:
             out[e] = out[e] + product if add else product
 
     def hopper_weights_gathered(self, a, a2, x, slots, top_k, sizes, tiling, workspace, splitting, out, out2):
-        rows = x[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
         for left, made in ((a, out), (a2, out2)):
             if left is not None:
-                self.hopper_weights(left, rows, sizes, tiling, workspace, splitting, (), False, made)
+                self.hopper_weights(left, rows_of(x, slots, top_k), sizes, tiling, workspace, splitting, (), False, made)
 
 
 @pytest.fixture

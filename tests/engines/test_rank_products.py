@@ -80,7 +80,7 @@ def test_products_of_one_pair_and_of_two(device, dtype, rank):  # noqa: F811
                     lies = [matrix.mT.contiguous() if along_r else matrix for matrix in (b, b2)]
                     results.append(poisoned(sum(sizes) + BEHIND, rank, dtype=dtype, device=device))
                     torch.ops.gbmoe_cuda.rank_product(
-                        a, lies[0], a2 if two else None, lies[1] if two else None, on_device, along_r, results[-1])
+                        a, None, 1, lies[0], a2 if two else None, lies[1] if two else None, on_device, along_r, results[-1])
                     name = f"{len(sizes)} groups of {inner} x {rank}, {two=}, {along_r=}"
                     assert_as_accurate_as(results[-1][:sum(sizes)], baseline.to(dtype), exact, name)
                     assert bool(results[-1][sum(sizes):].isnan().all()), name
