@@ -39,8 +39,9 @@ int count_of_ranks(const char* name, int64_t ranks) {
 }
 
 // Without a product or gradients. `wide` is one of the operands that have P rows, or with slots those of tokens.
-Arguments arguments(const char* name, const Tensor& sizes, int64_t rows, const std::optional<Tensor>& slot_of_row, int64_t top_k,
-                    const Tensor& wide) {
+Arguments arguments(
+    const char* name, const Tensor& sizes, int64_t rows, const std::optional<Tensor>& slot_of_row, int64_t top_k,
+    const Tensor& wide) {
   const ScalarType dtype = wide.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, name, ": expected bfloat16 or float16");
   Arguments args{};
@@ -55,8 +56,9 @@ Arguments arguments(const char* name, const Tensor& sizes, int64_t rows, const s
   return args;
 }
 
-void set_product(Arguments& args, const char* name, const Tensor& a, const Tensor& b, const std::optional<Tensor>& a2,
-                 const std::optional<Tensor>& b2, bool along_r, const Tensor& out) {
+void set_product(
+    Arguments& args, const char* name, const Tensor& a, const Tensor& b, const std::optional<Tensor>& a2,
+    const std::optional<Tensor>& b2, bool along_r, const Tensor& out) {
   STD_TORCH_CHECK(out.scalar_type() == a.scalar_type(), name, ": out has another dtype than the operands");
   STD_TORCH_CHECK(
       a2.has_value() == b2.has_value() && (!a2 || (a2->size(1) == a.size(1) && a2->size(0) == a.size(0))), name,
@@ -87,8 +89,9 @@ void set_gradient(Gradient& gradient, const char* name, const Tensor& left, cons
 // out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), [P,R]; bf16 and fp16, R and K multiples of 8, R at most 64. b [E,R,K],
 // or [E,K,R] with along_r, whose rows may lie further apart, and b2 as b. With slot_of_row, a and a2 are [tokens,K], and row r is that of
 // token slot_of_row[r] / top_k, or zeros where that names none.
-void rank_product(Tensor a, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2,
-                  Tensor sizes, bool along_r, Tensor out) {
+void rank_product(
+    Tensor a, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2,
+    Tensor sizes, bool along_r, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments("rank_product", sizes, out.size(0), slot_of_row, top_k, a);
   set_product(args, "rank_product", a, b, a2, b2, along_r, out);
@@ -107,20 +110,24 @@ void rank_gradient(Tensor left, Tensor right, std::optional<Tensor> slot_of_row,
 // rank_product, and rank_gradient of one to three pairs left and right, in one launch and with the same bits; with slot_of_row all of a, a2
 // and right are of tokens.
 void rank_product_and_gradients(
-    Tensor a, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes,
-    bool along_r, Tensor out, Tensor left, Tensor right, Tensor made, std::optional<Tensor> left2, std::optional<Tensor> right2,
-    std::optional<Tensor> made2, std::optional<Tensor> left3, std::optional<Tensor> right3, std::optional<Tensor> made3) {
+    Tensor a, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2,
+    Tensor sizes, bool along_r, Tensor out, Tensor left, Tensor right, Tensor made, std::optional<Tensor> left2,
+    std::optional<Tensor> right2, std::optional<Tensor> made2, std::optional<Tensor> left3, std::optional<Tensor> right3,
+    std::optional<Tensor> made3) {
   constexpr const char* kName = "rank_product_and_gradients";
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments(kName, sizes, out.size(0), slot_of_row, top_k, a);
   set_product(args, kName, a, b, a2, b2, along_r, out);
   int count = 0;
-  const auto add = [&](const std::optional<Tensor>& of_left, const std::optional<Tensor>& of_right, const std::optional<Tensor>& to) {
-    STD_TORCH_CHECK(of_left.has_value() == to.has_value() && of_right.has_value() == to.has_value(), kName,
-                    ": expected left, right and made, or none of them");
+  const auto add = [&](const std::optional<Tensor>& of_left, const std::optional<Tensor>& of_right,
+                       const std::optional<Tensor>& to) {
+    STD_TORCH_CHECK(
+        of_left.has_value() == to.has_value() && of_right.has_value() == to.has_value(), kName,
+        ": expected left, right and made, or none of them");
     if (!to) return;
-    STD_TORCH_CHECK(of_left->size(0) == out.size(0) && of_right->size(0) == a.size(0), kName, ": expected left with ", out.size(0),
-                    " rows and right with ", a.size(0), ", got ", of_left->size(0), " and ", of_right->size(0));
+    STD_TORCH_CHECK(
+        of_left->size(0) == out.size(0) && of_right->size(0) == a.size(0), kName, ": expected left with ", out.size(0),
+        " rows and right with ", a.size(0), ", got ", of_left->size(0), " and ", of_right->size(0));
     set_gradient(args.gradients[count++], kName, *of_left, *of_right, *to);
   };
   add(left, right, made), add(left2, right2, made2), add(left3, right3, made3);
@@ -129,13 +136,15 @@ void rank_product_and_gradients(
 
 GBMOE_OPERATOR(
     rank_product,
-    "(Tensor a, Tensor? slot_of_row, int top_k, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool along_r, Tensor(a!) out) -> ()");
+    "(Tensor a, Tensor? slot_of_row, int top_k, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool along_r, Tensor(a!) out) -> "
+    "()");
 GBMOE_OPERATOR(
     rank_gradient, "(Tensor left, Tensor right, Tensor? slot_of_row, int top_k, Tensor sizes, Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(
     rank_product_and_gradients,
     "(Tensor a, Tensor? slot_of_row, int top_k, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool along_r, Tensor(a!) out, "
-    "Tensor left, Tensor right, Tensor(b!) made, Tensor? left2, Tensor? right2, Tensor(c!)? made2, Tensor? left3, Tensor? right3, "
+    "Tensor left, Tensor right, Tensor(b!) made, Tensor? left2, Tensor? right2, Tensor(c!)? made2, Tensor? left3, Tensor? "
+    "right3, "
     "Tensor(d!)? made3) -> ()");
 
 }  // namespace gbmoe

@@ -40,7 +40,8 @@ struct Launch {
 template <typename Traits> Launch launch_of(Arguments& args, int multiprocessors, int multiprocessor_bytes) {
   using OfProduct = typename Traits::OfProduct;
   using OfGradient = typename Traits::OfGradient;
-  static_assert(OfProduct::kStages * OfProduct::kStageBytes <= kMostBytes && OfGradient::kStages * OfGradient::kStageBytes <= kMostBytes);
+  static_assert(
+      OfProduct::kStages * OfProduct::kStageBytes <= kMostBytes && OfGradient::kStages * OfGradient::kStageBytes <= kMostBytes);
   // As many as there may be tiles, whatever the sizes are: each group's last one may have a single row.
   const int64_t products =
       args.product.out ? int64_t{args.rows.rows} / OfProduct::kTileRows + std::min(args.rows.groups, args.rows.rows) : 0;
@@ -59,10 +60,11 @@ template <typename Traits> Launch launch_of(Arguments& args, int multiprocessors
   if (args.gradient_tiles > 0) with(OfGradient::kStages, OfGradient::kStageBytes);
   constexpr int kReserved = 1 << 10;  // of each CTA, by the system
   const int64_t room = multiprocessor_bytes / ceil_div(ctas, int64_t{multiprocessors}) - kReserved;
-  const int bytes = static_cast<int>(std::clamp(room, int64_t{least}, int64_t{most}));
-  args.product.stages = std::min(kMostStages, bytes / OfProduct::kStageBytes);
-  args.stages_of_gradients = std::min(kMostStages, bytes / OfGradient::kStageBytes);
-  return {ctas, bytes};
+  const int ring_bytes = static_cast<int>(std::clamp(room, int64_t{least}, int64_t{most}));
+  args.product.stages = std::min(kMostStages, ring_bytes / OfProduct::kStageBytes);
+  args.stages_of_gradients = std::min(kMostStages, ring_bytes / OfGradient::kStageBytes);
+  return {ctas, std::max(products > 0 ? args.product.stages * OfProduct::kStageBytes : 0,
+                         args.gradient_tiles > 0 ? args.stages_of_gradients * OfGradient::kStageBytes : 0)};
 }
 
 template <typename Traits>

@@ -19,13 +19,13 @@ constexpr int kMostStages = 8;
 
 // The rows of all groups, of every operand of a launch.
 struct Rows {
-  const void* sizes;     // [E], rows of each group
+  const void* sizes;  // [E], rows of each group
   bool sizes_are_int64;  // else int32
   int groups;
-  int rows;              // P: no group reaches beyond it, whatever its size says
-  bool is_half;          // fp16, else bf16
+  int rows;  // P: no group reaches beyond it, whatever its size says
+  bool is_half;  // fp16, else bf16
   int top_k;
-  uint32_t slots;          // T * top_k: a row whose slot is none of these is zeros
+  uint32_t slots;  // T * top_k: a row whose slot is none of these is zeros
   const int* slot_of_row;  // [P]: wide operands are tokens; or null: they have P rows
 };
 
@@ -140,7 +140,8 @@ template <typename Copy, typename Multiply>
 __device__ __forceinline__ void for_blocks(int stages, int blocks, const Copy& copy, const Multiply& multiply) {
   int stage = 0, free_stage = 0;  // of the block that is multiplied, and of the one that is copied
 #pragma unroll 1
-  for (int block = 1 - stages; block < blocks; ++block) {  // from the first block's copies on, so that there is one piece of code for all
+  for (int block = 1 - stages; block < blocks;
+       ++block) {  // from the first block's copies on, so that there is one piece of code for all
     if (block >= 0) {
       wait_for_block(stages);
       __syncthreads();  // the block is there, and no warp reads the one before it any more

@@ -15,7 +15,7 @@
 namespace gbmoe::low_rank {
 
 struct Gradient {
-  int ranks, columns;        // R and N, multiples of 8; no columns: there is none
+  int ranks, columns;  // R and N, multiples of 8; no columns: there is none
   const void *left, *right;  // right is [P,N], or with slots the tokens [T,N]
   void* out;
   Pitch pitch_out;

@@ -15,12 +15,12 @@ namespace gbmoe::low_rank {
 
 struct Product {
   int inner, ranks;  // K and R, multiples of 8
-  int pairs;         // of operands that are summed
-  bool along_r;      // whether b is contiguous along R, [E,K,R]; otherwise along K, [E,R,K]
+  int pairs;  // of operands that are summed
+  bool along_r;  // whether b is contiguous along R, [E,K,R]; otherwise along K, [E,R,K]
   int stages;
   const void *a[2], *b[2];  // a is [P,K], or with slots the tokens [T,K]
-  Pitch pitch_b;            // of both b
-  void* out;                // [P,R]
+  Pitch pitch_b;  // of both b
+  void* out;  // [P,R]
 };
 
 template <int kMostRanks> struct ProductTraits {
@@ -64,7 +64,8 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const R
 #pragma unroll
     for (int i = 0; i < Traits::kTileRows / 16; ++i) {
       const int from = __shfl_sync(kFullWarp, of_lane, 4 * i + lane / 8);
-      tensor_core::cp_async_16(to_a + TileA::offset(line + 16 * i, chunk), a + static_cast<int64_t>(from) * args.inner, inside && from >= 0);
+      tensor_core::cp_async_16(
+          to_a + TileA::offset(line + 16 * i, chunk), a + static_cast<int64_t>(from) * args.inner, inside && from >= 0);
     }
     const Bits* b = static_cast<const Bits*>(second ? args.b[1] : args.b[0]) + tile.group * args.pitch_b.group;
     if (!args.along_r) {
@@ -110,7 +111,8 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const R
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
-        for (int j = 0; j < 2 * kPairsOfN; ++j) tensor_core::mma<T>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        for (int j = 0; j < 2 * kPairsOfN; ++j)
+          tensor_core::mma<T>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
   };

@@ -150,7 +150,8 @@ class OwnKernels(Engine):
         self.rows_gemm(aligned(dh_PF), w1, None if v1 is None else aligned(dg_PF), v1, sizes_E, are_transposed, dx_PH)
         return dx_PH
 
-    # By csrc/low_rank/, which adds up a sum in one order whatever rows there are, and reads rows that are not gathered yet from their tokens.
+    # By csrc/low_rank/, which adds up a sum in one order whatever rows there are, and reads rows that are not gathered yet from their
+    # tokens.
 
     def rank_product(self, a, b_ERK, sizes_E, a2=None, b2_ERK=None):
         """With few rows by their kernels."""
@@ -176,8 +177,7 @@ class OwnKernels(Engine):
         if not one_kernel:
             return super().rank_product_and_gradients(product, gradients, sizes_E)
         operands, out_PR, a = _product_operands(product, sizes_E)
-        of_gradients: list[torch.Tensor | None] = []
-        made = []
+        of_gradients, made = [], []
         for left_PR, right, out_ERN in gradients:
             right_here = a if right is product.a else _wide_operand(right)[0]
             made.append(_gradient_to_write(left_PR, right_here, sizes_E, out_ERN))
@@ -204,8 +204,9 @@ def _has_rank_kernels(rows: torch.Tensor, ranks: int) -> bool:
 
 def _tokens_slots(rows: GatheredRows | torch.Tensor) -> torch.Tensor | None:
     """The slot of each row, where csrc/low_rank/ reads rows from their tokens; None where they lie in memory."""
-    in_memory = isinstance(rows, torch.Tensor) or rows.are_gathered or rows.tokens_TH is None
-    return None if in_memory else rows.slots.slot_of_row_P
+    if isinstance(rows, torch.Tensor) or rows.are_gathered or rows.tokens_TH is None:
+        return None
+    return rows.slots.slot_of_row_P
 
 
 def _wide_operand(rows: GatheredRows | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -213,7 +214,7 @@ def _wide_operand(rows: GatheredRows | torch.Tensor) -> tuple[torch.Tensor, torc
     if isinstance(rows, torch.Tensor):
         return aligned(rows), None, 1
     slot_of_row_P = _tokens_slots(rows)
-    return (aligned(rows.rows_PH()), None, 1) if slot_of_row_P is None else (aligned(rows.tokens_TH), slot_of_row_P, rows.slots.top_k)
+    return (aligned(rows.rows_PH()), None, 1) if slot_of_row_P is None else (aligned(rows.given), slot_of_row_P, rows.slots.top_k)
 
 
 def _product_operands(product: RankProduct, sizes_E: torch.Tensor) -> tuple[tuple, torch.Tensor, torch.Tensor]:

@@ -105,8 +105,8 @@ class LowRankPass:
         if self.wanted.down_a and u_PR is not None and self.operands.down_a_ERF is not None:
             gradients.append(RankGradient(u_PR, a_PF, self._new_gradient("down_a", self.operands.down_a_ERF)))
         if a_ERH is None or b_ERG is None or not (want_x or self.wanted.up_a):
-            for left_PR, right_PF, out_ERF in gradients:
-                experts.rank_gradient(left_PR, right_PF, sizes_E, out_ERF)
+            for gradient in gradients:
+                experts.rank_gradient(gradient.left_PR, gradient.right, sizes_E, gradient.out_ERN)
             return None
         b_ERF, b2_ERF = self._divided(b_ERG)
         self._v_PR = experts.rank_product_and_gradients(RankProduct(dh_PF, b_ERF, dg_PF, b2_ERF), gradients, sizes_E)

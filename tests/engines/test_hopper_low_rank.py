@@ -62,7 +62,7 @@ class Gemms:
     shorter inner dimension, a third one as "three pairs"."""
 
     def __init__(self):
-        self.low, self.names = [], []
+        self.low, self.names, self.of_ranks = [], [], []
 
     def sum(self, name, a, b_EKN, a2, b2_EKN, sizes, a3=None, b3_EKN=None):
         total = grouped(a, b_EKN, sizes)
@@ -119,13 +119,16 @@ class Gemms:
     def rank_product(self, a, slots, top_k, b, a2, b2, sizes, along_r, out):
         assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride()) and (slots is None or a2 is None)
         b, b2 = (t.mT if t is not None and not along_r else t for t in (b, b2))
+        self.of_ranks.append(f"product of {'rows' if slots is None else 'tokens'}")
         out.copy_(grouped(rows_of(a, slots, top_k), b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
 
     def rank_gradient(self, left, right, slots, top_k, sizes, out):
         assert left.size(1) <= 64 and along_n(out)
+        self.of_ranks.append(f"gradient of {'rows' if slots is None else 'tokens'}")
         self.hopper_weights(left, rows_of(right, slots, top_k), sizes, None, None, None, (), False, out)
 
     def rank_product_and_gradients(self, a, slots, top_k, b, a2, b2, sizes, along_r, out, *gradients):
+        self.of_ranks.append("together:")
         self.rank_product(a, slots, top_k, b, a2, b2, sizes, along_r, out)
         for left, right, made in zip(gradients[::3], gradients[1::3], gradients[2::3]):
             if made is not None:
@@ -184,6 +187,14 @@ def test_products_of_factors_were_added_in_memory(gemms, many_rows, monkeypatch,
     else:
         expected = [*(["biased"] * 3 if which else ["glu", "rows"]), "rows", "three pairs"]
     assert gemms.low == expected and not in_memory
+
+
+@pytest.mark.parametrize("engine", ["hopper", "hopper_batch_invariant"])
+def test_what_reads_the_same_rows_is_one_launch_and_tokens_are_read_where_they_lie(gemms, many_rows, engine):
+    """t and s; u and dB2; v, both halves of dB1, and dA2; dA1."""
+    of_lora.check(LAYOUTS[0], torch.device("cpu"), torch.bfloat16, engine, frozen=("w1", "w2", "v1"))
+    assert gemms.of_ranks == ["product of tokens", "product of rows", "together:", "product of tokens", "gradient of tokens",
+                              "together:", "product of rows", *["gradient of rows"] * 3, "gradient of tokens"]
 
 
 def test_few_rows_are_composed_unless_their_number_may_not_decide(gemms, monkeypatch):
