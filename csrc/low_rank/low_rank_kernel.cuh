@@ -63,8 +63,10 @@ template <typename Traits> Launch launch_of(Arguments& args, int multiprocessors
   const int ring_bytes = static_cast<int>(std::clamp(room, int64_t{least}, int64_t{most}));
   args.product.stages = std::min(kMostStages, ring_bytes / OfProduct::kStageBytes);
   args.stages_of_gradients = std::min(kMostStages, ring_bytes / OfGradient::kStageBytes);
-  return {ctas, std::max(products > 0 ? args.product.stages * OfProduct::kStageBytes : 0,
-                         args.gradient_tiles > 0 ? args.stages_of_gradients * OfGradient::kStageBytes : 0)};
+  return {
+      ctas, std::max(
+                products > 0 ? args.product.stages * OfProduct::kStageBytes : 0,
+                args.gradient_tiles > 0 ? args.stages_of_gradients * OfGradient::kStageBytes : 0)};
 }
 
 template <typename Traits>
