@@ -195,6 +195,7 @@ template <typename Traits> void launch(Arguments args, emulated_gpu::Run run) {
   run.ctas = static_cast<int>(of.ctas);
   emulated_gpu::shared_limit = of.shared_bytes;
   emulated_gpu::launch(run, kThreads, shared_bytes, [&] { low_rank_kernel<Traits>(args); });
+  emulated_gpu::shared_limit = emulated_gpu::kSharedBytes;  // of all kernels: libraries share inline variables
 }
 
 }  // namespace
