@@ -62,7 +62,7 @@ class Gemms:
     shorter inner dimension, a third one as "three pairs". `gathers`: of each GEMM of gate and up, whether it was given tokens."""
 
     def __init__(self):
-        self.low, self.names, self.gathers = [], [], []
+        self.low, self.names, self.gathers, self.of_ranks = [], [], [], []
 
     def sum(self, name, a, b_EKN, a2, b2_EKN, sizes, a3=None, b3_EKN=None):
         total = grouped(a, b_EKN, sizes)
@@ -120,14 +120,23 @@ class Gemms:
             if out is not None:
                 out.copy_(value)
 
-    def rank_product(self, a, b, a2, b2, sizes, along_r, out):
-        assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride())
+    def rank_product(self, a, slots, top_k, b, a2, b2, sizes, along_r, out):
+        assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride()) and (slots is None or a2 is None)
         b, b2 = (t.mT if t is not None and not along_r else t for t in (b, b2))
-        out.copy_(grouped(a, b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
+        self.of_ranks.append(f"product of {'rows' if slots is None else 'tokens'}")
+        out.copy_(grouped(rows_of(a, slots, top_k), b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
 
     def rank_gradient(self, left, right, slots, top_k, sizes, out):
         assert left.size(1) <= 64 and along_n(out)
+        self.of_ranks.append(f"gradient of {'rows' if slots is None else 'tokens'}")
         self.hopper_weights(left, rows_of(right, slots, top_k), sizes, None, None, None, (), False, out)
+
+    def rank_product_and_gradients(self, a, slots, top_k, b, a2, b2, sizes, along_r, out, *gradients):
+        self.of_ranks.append("together:")
+        self.rank_product(a, slots, top_k, b, a2, b2, sizes, along_r, out)
+        for left, right, made in zip(gradients[::3], gradients[1::3], gradients[2::3]):
+            if made is not None:
+                self.rank_gradient(left, right, slots, top_k, sizes, made)
 
     def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, places, add, out):
         for e, (left, right) in enumerate(zip(a[:sizes.sum()].split(sizes.tolist()), b[:sizes.sum()].split(sizes.tolist()))):
@@ -135,10 +144,9 @@ class Gemms:
             out[e] = out[e] + product if add else product
 
     def hopper_weights_gathered(self, a, a2, x, slots, top_k, sizes, tiling, workspace, splitting, out, out2):
-        rows = rows_of(x, slots, top_k)
         for left, made in ((a, out), (a2, out2)):
             if left is not None:
-                self.hopper_weights(left, rows, sizes, tiling, workspace, splitting, (), False, made)
+                self.hopper_weights(left, rows_of(x, slots, top_k), sizes, tiling, workspace, splitting, (), False, made)
 
 
 @pytest.fixture
@@ -183,6 +191,14 @@ def test_products_of_factors_were_added_in_memory(gemms, many_rows, monkeypatch,
     else:
         expected = [*(["biased"] * 3 if which else ["glu", "rows"]), "rows", "three pairs"]
     assert gemms.low == expected and not in_memory
+
+
+@pytest.mark.parametrize("engine", ["hopper", "hopper_batch_invariant"])
+def test_what_reads_the_same_rows_is_one_launch_and_tokens_are_read_where_they_lie(gemms, many_rows, engine):
+    """t and s; u and dB2; v, both halves of dB1, and dA2; dA1."""
+    of_lora.check(LAYOUTS[0], torch.device("cpu"), torch.bfloat16, engine, frozen=("w1", "w2", "v1"))
+    assert gemms.of_ranks == ["product of tokens", "product of rows", "together:", "product of tokens", "gradient of tokens",
+                              "together:", "product of rows", *["gradient of rows"] * 3, "gradient of tokens"]
 
 
 def test_few_rows_are_composed_unless_their_number_may_not_decide(gemms, monkeypatch):
