@@ -145,12 +145,14 @@ def test_products_of_tokens_have_the_bits_of_gathered_rows(device, dtype, rank):
 @pytest.mark.slow
 @pytest.mark.pairs
 @pytest.mark.memcheck
+@pytest.mark.parametrize("device", devices("late copies, small memory", "late copies, large memory"), indirect=True)
 @DTYPES
 @pytest.mark.parametrize("ranks", [(8, 16, 8, 8), (16, 16, 16, 16), (32, 8, 32, 24), (16, 32, 8, 40), (64, 16, 64, 64)], ids=str)
 def test_a_product_and_gradients_in_one_launch_have_the_bits_of_several(device, dtype, ranks):  # noqa: F811
-    """One to three gradients of several widths, next to a product of one pair or of two, of rows in memory or of tokens."""
-    wide, other, *lefts = 136, 264, *ranks[1:]
-    for number, sizes in enumerate(SIZES[device.type]):
+    """One to three gradients of several widths, next to a product of one pair or of two, of rows in memory or of tokens. Rings go round,
+    also those of 8 stages."""
+    wide, other, *lefts = 520, 136, *ranks[1:]
+    for number, sizes in enumerate([*SIZES[device.type], [300, 3]]):
         rows = sum(sizes) + BEHIND
         a, a2, narrow, *left, on_device = operands(dtype, device, sizes, wide, wide, other, *lefts)
         x, slots, _ = of_tokens(40, wide, rows, dtype, device)
