@@ -19,11 +19,10 @@ target=$(cd "${1:-dist}" && pwd)
 say() { printf '\n== %s\n' "$*"; }
 
 major=$("$python" -c 'import torch; print((torch.version.cuda or "none").split(".")[0])')
-# Which architectures these are is decided once, here; docs/install.md and tests/test_wheel.py say the same. --compress-mode=size makes the
-# smallest code, and drivers before CUDA 12.4 cannot load it: those of CUDA 13 all can.
+# Which architectures these are is decided once, here; docs/install.md and tests/test_wheel.py say the same.
 case $major in
-  12) architectures="7.0;7.5;8.0;8.6;8.9;9.0+PTX" compress=-Xfatbin=-compress-all ;;
-  13) architectures="7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX" compress=--compress-mode=size ;;
+  12) architectures="7.0;7.5;8.0;8.6;8.9;9.0+PTX" ;;
+  13) architectures="7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX" ;;
   *) echo "wheel.sh: expected a torch for CUDA 12 or 13 in the environment of $python, got CUDA $major" >&2; exit 1 ;;
 esac
 
@@ -38,7 +37,6 @@ grep -q "+cu$major\"\$" "$folder/tree/gbmoe/_version.py" || { echo "wheel.sh: gb
 
 say "building for CUDA $major: ${TORCH_CUDA_ARCH_LIST:-$architectures}"
 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$architectures} GBMOE_BUILD=1 GBMOE_REQUIRE_EXTENSION=1 \
-  NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} $compress" \
   "$python" -m pip wheel -v --no-deps --no-build-isolation --wheel-dir "$folder/built" "$folder/tree"
 
 say "auditwheel, for $platform"

@@ -56,8 +56,9 @@ template <typename Traits> struct Epilogue {
     return bias;
   }
 
-  // Takes a tile's sums with their bias, rounded to 16 bits.
+  // Takes a tile's sums with their bias, rounded to 16 bits. Without one nothing is added: the next tile's products wait for this.
   __device__ __forceinline__ void hold(const Tile& of, const Accumulators& sum, const Bias& bias) {
+    if (!args.bias) return hold(of, sum);
     tile = of;
     held = true;
     chunk = 0;

@@ -49,7 +49,8 @@ struct UpSettings : GemmSettings {
 };
 
 // m-grouped: the same of weights whose columns are pairs of h's and g's, which lie contiguous along F.
-template <typename T, typename Family> struct UpPairsSettings : UpSettings<T, EpilogueKind::kPairs, Family, true, false, 2> {
+template <typename T, typename Family, bool kGather>
+struct UpPairsSettings : UpSettings<T, EpilogueKind::kPairs, Family, true, kGather, 2> {
   static constexpr bool kBias = true;
 };
 

@@ -3,7 +3,7 @@
 //
 // TMA puts a box of one line where the swizzle of the whole stage has it, because the swizzle depends on the address in shared memory
 // alone. So the CTAs load half of the lines each, by multicast to both, as where a is in memory. A line without a slot is read from
-// outside the matrix, where TMA finds zeros. The producer says how many bytes come, and loads b.
+// outside the matrix, where TMA finds zeros. The producer says how many bytes come, and loads b, and the a of a second pair of operands.
 //
 // m-grouped, a line is a row of the tile, the same for all k-blocks, and each CTA has half of the tile's rows. k-grouped, where a tile of
 // out[e].T is made, every k-block has 64 lines of its own, of 128 columns, and each CTA has half of the columns.
@@ -58,8 +58,13 @@ template <typename Traits> struct LineProducer {
         }
         if (kGroupedK && i == k_blocks - 1) slot = slot_of_line(upcoming, 0);
         mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
-        const int column = kGroupedK ? column_of_tile(tile) : (tile.k_block + i) * kBlockK;
-        load(full + pipe.stage * 8, shared + pipe.stage * Traits::kStageBytes, column);
+        const int k_block = tile.k_block + i;
+        // The k-blocks of a second pair come from the producer. This warp waits for their stages all the same: one parity of a barrier
+        // tells of the last two of its phases only.
+        if (kGroupedK || k_block < args.k_blocks) {
+          const int column = kGroupedK ? column_of_tile(tile) : k_block * kBlockK;
+          load(full + pipe.stage * 8, shared + pipe.stage * Traits::kStageBytes, column);
+        }
         pipe.template advance<Traits::kStages>();
       }
     }

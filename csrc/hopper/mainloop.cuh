@@ -35,9 +35,11 @@ template <typename Traits> struct MainLoop {
     Tile upcoming = receive_tile<Traits>(shared, tiles);
     for (;;) {
       const Tile tile = upcoming;
+      const bool skips = !kGroupedK && warpgroup * 64 >= tile.rows;
+      // Where the tile before does not leave step by step: in one place, as the code of all steps is long.
+      if (tile.group < 0 || skips || k_blocks_of(tile) < Epilogue<Traits>::kTileSteps) epilogue.finish();
       if (tile.group < 0) break;
-      if (!kGroupedK && warpgroup * 64 >= tile.rows) {
-        epilogue.finish();
+      if (skips) {
         Mma::skip_tile(tile, shared, pipe);
         upcoming = receive_tile<Traits>(shared, tiles);
         continue;
@@ -57,11 +59,13 @@ template <typename Traits> struct MainLoop {
       else if constexpr (Traits::kEpilogue == EpilogueKind::kAccumulate) epilogue.accumulate(tile, sum);
       else epilogue.hold(tile, sum);
     }
-    epilogue.finish();
     if (threadIdx.x % 32 == 0) tma_store_wait<0>();
   }
 
  private:
+  // The whole k-blocks of a tile.
+  static __device__ __forceinline__ int k_blocks_of(const Tile& tile) { return kGroupedK ? tile.rows / kBlockK : tile.k_blocks; }
+
   // The sums of a tile, which are undefined where nothing is summed. Meanwhile the epilogue works on what it holds of the tile
   // before.
   static __device__ __forceinline__ void multiply_tile(
@@ -69,7 +73,7 @@ template <typename Traits> struct MainLoop {
       Tile& upcoming, PipelineState& tiles) {
     constexpr int kTileSteps = Epilogue<Traits>::kTileSteps, kChunkSteps = Epilogue<Traits>::kChunkSteps;
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
-    const int k_blocks = kGroupedK ? tile.rows / kBlockK : tile.k_blocks;
+    const int k_blocks = k_blocks_of(tile);
     uint32_t previous = 0;
     int k_block = 0;
     if (k_blocks >= kTileSteps) {
@@ -87,8 +91,6 @@ template <typename Traits> struct MainLoop {
         }
         epilogue.end_chunk();
       }
-    } else {
-      epilogue.finish();
     }
 #pragma unroll 1
     for (; k_block < k_blocks; ++k_block) {

@@ -67,7 +67,9 @@ template <typename Traits> struct Producer {
             if constexpr (Traits::kScaledK) {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {
-              if constexpr (!Traits::kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
+              // Lines are the first pair's a; a second one lies in memory.
+              const bool in_memory = !Traits::kGatherA || (Traits::kGatherLines && !kGroupedK && pair);
+              if (in_memory) load_a(maps, tile, rank, pair, k, arrived, a);
               load_b(maps, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, places, arrived, b);
             }
           }

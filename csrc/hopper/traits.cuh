@@ -86,7 +86,7 @@ template <typename Settings> struct GemmTraits : Settings {
   // than two, and one, so that their producer asks for no more.
   static constexpr bool kThreePairs =
       !kGroupedK && !kGatherA && !kScaled && kEpilogue == EpilogueKind::kStore && !Settings::kBias;
-  static constexpr bool kGluOfTwoPairs = kGlu && !kGatherA && !kScaled;
+  static constexpr bool kGluOfTwoPairs = kGlu && !kGatherCopies && !kScaled;
   // Whether clusters may be kept together along K (pacing.cuh).
   static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled && !kGatherCopies;
 

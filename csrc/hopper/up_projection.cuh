@@ -75,7 +75,9 @@ void launch_up(
   STD_TORCH_CHECK(!v1 || contiguous_along_n(*v1) == along_f, name, ": expected w1 and v1 contiguous along the same dimension");
   maps.b[0] = weight_map(w1, kWideTileN, args.places);
   if (v1) maps.b[1] = weight_map(*v1, kWideTileN, args.places);
-  STD_TORCH_CHECK(!a2 || (v1 && !slot_of_row), name, ": expected rows that are gathered, and v1, where there are a2, b2 and v2");
+  STD_TORCH_CHECK(
+      !a2 || (v1 && (!slot_of_row || tiling.cluster_n == 2)), name,
+      ": expected v1, and rows in memory or CTAs in pairs, where there are a2, b2 and v2");
   FurtherPairs{name, 2, along_f, a.size(1), tiling}.add_second_of_glu(maps, args, a2, b2, v2);
   const Tensor* outputs[3] = {&a, h, g};
   for (int i = 0; i < 3; ++i) {

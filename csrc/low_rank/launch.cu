@@ -1,8 +1,7 @@
-// The launches of rank_product.cuh and rank_gradient.cuh. They need compute capability 8.0 or later, and sizes on the device.
+// The launches of low_rank_kernel.cuh. They need compute capability 8.0 or later, and sizes on the device.
 
 #include "../operators.h"
-#include "rank_gradient.cuh"
-#include "rank_product.cuh"
+#include "low_rank_kernel.cuh"
 
 namespace gbmoe {
 namespace {
@@ -11,88 +10,141 @@ using namespace low_rank;
 
 constexpr int kMostRanks = 64;
 
-template <auto kKernel, typename Traits, typename Arguments> void launch_ctas(int64_t ctas, const Arguments& args, const Tensor& on) {
-  STD_TORCH_CHECK(ctas <= INT32_MAX, "low_rank: expected at most 2^31 - 1 tiles, got ", ctas);
-  if (ctas == 0) return;
-  allow_dynamic_shared_memory<kKernel>(on.get_device_index());
-  kKernel<<<static_cast<unsigned>(ctas), kThreads, Traits::kSharedBytes, current_stream(on)>>>(args);
+int multiprocessor_bytes(int device) {
+  return once_per_device(device, [](int of) { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, of); });
+}
+
+template <typename Traits> void launch_instance(Arguments& args, const Tensor& on) {
+  const int device = on.get_device_index();
+  const Launch of = launch_of<Traits>(args, multiprocessors(device), multiprocessor_bytes(device));
+  STD_TORCH_CHECK(of.ctas <= INT32_MAX, "low_rank: expected at most 2^31 - 1 tiles, got ", of.ctas);
+  if (of.ctas == 0) return;
+  allow_dynamic_shared_memory<low_rank_kernel<Traits>>(device);
+  low_rank_kernel<Traits><<<static_cast<unsigned>(of.ctas), kThreads, of.shared_bytes, current_stream(on)>>>(args);
   STD_CUDA_CHECK(cudaGetLastError());
 }
 
-// As many as there may be tiles, whatever the sizes are: each group's last one may have a single row.
-template <typename Traits> void launch(const ProductArguments& args, const Tensor& on) {
-  const int64_t ctas = int64_t{args.rows} / Traits::kTileRows + std::min(args.groups, args.rows);
-  launch_ctas<rank_product_kernel<Traits>, Traits>(ctas, args, on);
-}
-template <typename Traits> void launch(const GradientArguments& args, const Tensor& on) {
-  launch_ctas<rank_gradient_kernel<Traits>, Traits>(int64_t{args.groups} * ceil_div(args.columns, Traits::kColumns), args, on);
+// The instance with the least number of columns that all ranks fit into.
+void launch(Arguments& args, const Tensor& on) {
+  int ranks = args.product.ranks;
+  for (const Gradient& gradient : args.gradients) ranks = std::max(ranks, gradient.ranks);
+  if (ranks <= 16) launch_instance<Traits<16>>(args, on);
+  else if (ranks <= 32) launch_instance<Traits<32>>(args, on);
+  else launch_instance<Traits<kMostRanks>>(args, on);
 }
 
-// Calls f with the least number of columns of an instance that `ranks` fit into.
-template <typename F> void with_ranks(const char* name, int64_t ranks, const F& f) {
+int count_of_ranks(const char* name, int64_t ranks) {
   STD_TORCH_CHECK(ranks > 0 && ranks <= kMostRanks && ranks % 8 == 0, name, ": expected a multiple of 8 ranks up to 64, got ", ranks);
-  if (ranks <= 16) f(std::integral_constant<int, 16>());
-  else if (ranks <= 32) f(std::integral_constant<int, 32>());
-  else f(std::integral_constant<int, 64>());
+  return static_cast<int>(ranks);
 }
 
-template <typename Arguments> Arguments arguments(const char* name, const Tensor& sizes, const Tensor& rows, const Tensor& out) {
-  STD_TORCH_CHECK(out.scalar_type() == rows.scalar_type(), name, ": out has another dtype than the operands");
-  const ScalarType dtype = rows.scalar_type();
+// Without a product or gradients. `wide` is one of the operands that have P rows, or with slots those of tokens.
+Arguments arguments(
+    const char* name, const Tensor& sizes, int64_t rows, const std::optional<Tensor>& slot_of_row, int64_t top_k,
+    const Tensor& wide) {
+  const ScalarType dtype = wide.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, name, ": expected bfloat16 or float16");
   Arguments args{};
-  args.is_half = dtype == ScalarType::Half;
-  args.sizes = sizes.data_ptr();
-  args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
-  args.groups = static_cast<int>(sizes.numel());
+  args.rows.is_half = dtype == ScalarType::Half;
+  args.rows.sizes = sizes.data_ptr();
+  args.rows.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
+  args.rows.groups = static_cast<int>(sizes.numel());
+  args.rows.rows = static_cast<int>(rows);
+  args.rows.top_k = static_cast<int>(top_k);
+  args.rows.slots = count_of_slots(wide.size(0) * top_k);
+  args.rows.slot_of_row = data<const int>(slot_of_row);
   return args;
+}
+
+void set_product(
+    Arguments& args, const char* name, const Tensor& a, const Tensor& b, const std::optional<Tensor>& a2,
+    const std::optional<Tensor>& b2, bool along_r, const Tensor& out) {
+  STD_TORCH_CHECK(out.scalar_type() == a.scalar_type(), name, ": out has another dtype than the operands");
+  STD_TORCH_CHECK(
+      a2.has_value() == b2.has_value() && (!a2 || (a2->size(1) == a.size(1) && a2->size(0) == a.size(0))), name,
+      ": expected a second pair with the rows and the inner dimension of the first");
+  Product& product = args.product;
+  product.inner = static_cast<int>(a.size(1)), product.ranks = count_of_ranks(name, out.size(1));
+  product.pairs = a2 ? 2 : 1;
+  product.along_r = along_r;
+  product.a[0] = a.data_ptr(), product.a[1] = a2 ? a2->data_ptr() : nullptr;
+  product.b[0] = b.data_ptr(), product.b[1] = b2 ? b2->data_ptr() : nullptr;
+  product.pitch_b = common_pitch(name, b, b2);
+  product.out = out.data_ptr();
+}
+
+void set_gradient(Gradient& gradient, const char* name, const Tensor& left, const Tensor& right, const Tensor& out) {
+  STD_TORCH_CHECK(
+      right.scalar_type() == left.scalar_type() && out.scalar_type() == left.scalar_type(), name,
+      ": expected left, right and out of one dtype");
+  STD_TORCH_CHECK(aligned_16(out), name, ": expected out at a multiple of 16 bytes");
+  gradient.ranks = count_of_ranks(name, out.size(1)), gradient.columns = static_cast<int>(out.size(2));
+  gradient.left = left.data_ptr(), gradient.right = right.data_ptr();
+  gradient.out = out.data_ptr();
+  gradient.pitch_out = pitch_of(name, out);
 }
 
 }  // namespace
 
 // out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), [P,R]; bf16 and fp16, R and K multiples of 8, R at most 64. b [E,R,K],
-// or [E,K,R] with along_r, whose rows may lie further apart, and b2 as b.
+// or [E,K,R] with along_r, whose rows may lie further apart, and b2 as b. With slot_of_row, a and a2 are [tokens,K], and row r is that of
+// token slot_of_row[r] / top_k, or zeros where that names none.
 void rank_product(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool along_r, Tensor out) {
+    Tensor a, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2,
+    Tensor sizes, bool along_r, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  auto args = arguments<ProductArguments>("rank_product", sizes, a, out);
-  STD_TORCH_CHECK(
-      a2.has_value() == b2.has_value() && (!a2 || a2->size(1) == a.size(1)),
-      "rank_product: expected a second pair with the inner dimension of the first");
-  args.rows = static_cast<int>(out.size(0));
-  args.inner = static_cast<int>(a.size(1)), args.ranks = static_cast<int>(out.size(1));
-  args.pairs = a2 ? 2 : 1;
-  args.a[0] = a.data_ptr(), args.a[1] = a2 ? a2->data_ptr() : nullptr;
-  args.b[0] = b.data_ptr(), args.b[1] = b2 ? b2->data_ptr() : nullptr;
-  args.pitch_b = common_pitch("rank_product", b, b2);
-  args.out = out.data_ptr();
-  with_ranks("rank_product", out.size(1), [&](auto ranks) {
-    if (along_r) launch<ProductTraits<ranks.value, false>>(args, a);
-    else launch<ProductTraits<ranks.value, true>>(args, a);
-  });
+  Arguments args = arguments("rank_product", sizes, out.size(0), slot_of_row, top_k, a);
+  set_product(args, "rank_product", a, b, a2, b2, along_r, out);
+  launch(args, a);
 }
 
 // out[e] = left[rows of e].T @ right[rows of e], [E,R,N], whose rows may lie further apart; bf16 and fp16, R and N multiples of 8, R at most
-// 64. With slot_of_row, right is [tokens,N], and row r that of token slot_of_row[r] / top_k, or zeros where that names none.
+// 64. With slot_of_row, right is [tokens,N], and its rows are as those of rank_product's a.
 void rank_gradient(Tensor left, Tensor right, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor sizes, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(left.get_device_index());
-  auto args = arguments<GradientArguments>("rank_gradient", sizes, left, out);
-  STD_TORCH_CHECK(right.scalar_type() == left.scalar_type(), "rank_gradient: right has another dtype than left");
-  STD_TORCH_CHECK(aligned_16(out), "rank_gradient: expected out at a multiple of 16 bytes");
-  args.rows = static_cast<int>(left.size(0));
-  args.ranks = static_cast<int>(out.size(1)), args.columns = static_cast<int>(out.size(2));
-  args.top_k = static_cast<int>(top_k);
-  args.slots = count_of_slots(right.size(0) * top_k);
-  args.left = left.data_ptr(), args.right = right.data_ptr();
-  args.slot_of_row = data<const int>(slot_of_row);
-  args.out = out.data_ptr();
-  args.pitch_out = pitch_of("rank_gradient", out);
-  with_ranks("rank_gradient", out.size(1), [&](auto ranks) { launch<GradientTraits<ranks.value>>(args, left); });
+  Arguments args = arguments("rank_gradient", sizes, left.size(0), slot_of_row, top_k, right);
+  set_gradient(args.gradients[0], "rank_gradient", left, right, out);
+  launch(args, left);
+}
+
+// rank_product, and rank_gradient of one to three pairs left and right, in one launch and with the same bits; with slot_of_row all of a, a2
+// and right are of tokens.
+void rank_product_and_gradients(
+    Tensor a, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2,
+    Tensor sizes, bool along_r, Tensor out, Tensor left, Tensor right, Tensor made, std::optional<Tensor> left2,
+    std::optional<Tensor> right2, std::optional<Tensor> made2, std::optional<Tensor> left3, std::optional<Tensor> right3,
+    std::optional<Tensor> made3) {
+  constexpr const char* kName = "rank_product_and_gradients";
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  Arguments args = arguments(kName, sizes, out.size(0), slot_of_row, top_k, a);
+  set_product(args, kName, a, b, a2, b2, along_r, out);
+  int count = 0;
+  const auto add = [&](const std::optional<Tensor>& of_left, const std::optional<Tensor>& of_right,
+                       const std::optional<Tensor>& to) {
+    STD_TORCH_CHECK(
+        of_left.has_value() == to.has_value() && of_right.has_value() == to.has_value(), kName,
+        ": expected left, right and made, or none of them");
+    if (!to) return;
+    STD_TORCH_CHECK(
+        of_left->size(0) == out.size(0) && of_right->size(0) == a.size(0), kName, ": expected left with ", out.size(0),
+        " rows and right with ", a.size(0), ", got ", of_left->size(0), " and ", of_right->size(0));
+    set_gradient(args.gradients[count++], kName, *of_left, *of_right, *to);
+  };
+  add(left, right, made), add(left2, right2, made2), add(left3, right3, made3);
+  launch(args, a);
 }
 
 GBMOE_OPERATOR(
-    rank_product, "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool along_r, Tensor(a!) out) -> ()");
+    rank_product,
+    "(Tensor a, Tensor? slot_of_row, int top_k, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool along_r, Tensor(a!) out) -> "
+    "()");
 GBMOE_OPERATOR(
     rank_gradient, "(Tensor left, Tensor right, Tensor? slot_of_row, int top_k, Tensor sizes, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(
+    rank_product_and_gradients,
+    "(Tensor a, Tensor? slot_of_row, int top_k, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool along_r, Tensor(a!) out, "
+    "Tensor left, Tensor right, Tensor(b!) made, Tensor? left2, Tensor? right2, Tensor(c!)? made2, Tensor? left3, Tensor? "
+    "right3, "
+    "Tensor(d!)? made3) -> ()");
 
 }  // namespace gbmoe

@@ -1,4 +1,5 @@
-// What both kernels of low rank have in common: the rows of a tile or of a group, and where rows of R elements lie in shared memory.
+// What products and gradients of low rank have in common: the rows of a tile or of a group, where rows of R elements lie in shared memory,
+// and the ring of stages.
 
 #pragma once
 
@@ -13,6 +14,25 @@ using tensor_core::kChunkBytes;
 using Bits = uint16_t;  // an element in memory: to copy and to arrange it, its dtype need not be known
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kMostBytes = 98 << 10;  // of shared memory: a CTA has at most 99 KiB on 8.6, 8.9 and 12.0
+constexpr int kMostStages = 8;
+
+// The rows of all groups, of every operand of a launch.
+struct Rows {
+  const void* sizes;  // [E], rows of each group
+  bool sizes_are_int64;  // else int32
+  int groups;
+  int rows;  // P: no group reaches beyond it, whatever its size says
+  bool is_half;  // fp16, else bf16
+  int top_k;
+  uint32_t slots;  // T * top_k: a row whose slot is none of these is zeros
+  const int* slot_of_row;  // [P]: wide operands are tokens; or null: they have P rows
+};
+
+// The row of a wide operand that has this slot, or -1.
+__device__ __forceinline__ int token_of_slot(const Rows& of, int slot) {
+  return static_cast<uint32_t>(slot) < of.slots ? slot / of.top_k : -1;
+}
 
 // Rows in shared memory of kRanks elements of 16 bits, of which 32 to 128 bytes follow one another without a gap. Chunks are permuted
 // within a row, so that eight rows' chunks of one number, which ldmatrix reads at a time, lie in different banks.
@@ -36,7 +56,7 @@ struct TileOfRows {
 
 // Tile `number` of those that the groups' rows are cut into, kTileRows each; the last one of a group may have fewer. Each warp looks for
 // itself, at 128 sizes at a time, four by each lane.
-template <int kTileRows, typename Arguments> __device__ __forceinline__ TileOfRows find_rows(const Arguments& args, int number) {
+template <int kTileRows> __device__ __forceinline__ TileOfRows find_rows(const Rows& args, int number) {
   constexpr int kOfLane = 4;
   const int lane = threadIdx.x % 32;
   int next_row = 0, next_tile = 0;
@@ -92,7 +112,7 @@ template <int kTileRows, typename Arguments> __device__ __forceinline__ TileOfRo
 }
 
 // All rows of a group. Each warp adds up for itself.
-template <typename Arguments> __device__ __forceinline__ TileOfRows rows_of_group(const Arguments& args, int group) {
+__device__ __forceinline__ TileOfRows rows_of_group(const Rows& args, int group) {
   const int size = size_of_group(args, group);
   int first = 0;
 #pragma unroll 4
@@ -102,23 +122,36 @@ template <typename Arguments> __device__ __forceinline__ TileOfRows rows_of_grou
   return {group, first, add_rows(args, first, size) - first};
 }
 
-// The ring of stages: `copy` starts the copies of a block to a stage, `multiply` reads them there. kStages - 1 blocks are on their way while
-// one is multiplied. All threads of the CTA together.
-template <int kStages, typename Copy, typename Multiply>
-__device__ __forceinline__ void for_blocks(int blocks, const Copy& copy, const Multiply& multiply) {
+// Waits for all copies but those of the last `stages` - 2 blocks, a number that the instruction has in itself.
+__device__ __forceinline__ void wait_for_block(int stages) {
+  switch (stages) {
+    case 8: return tensor_core::cp_async_wait<6>();
+    case 7: return tensor_core::cp_async_wait<5>();
+    case 6: return tensor_core::cp_async_wait<4>();
+    case 5: return tensor_core::cp_async_wait<3>();
+    case 4: return tensor_core::cp_async_wait<2>();
+    default: return tensor_core::cp_async_wait<1>();
+  }
+}
+
+// The ring of 3 to 8 stages: `copy` starts the copies of a block to a stage, `multiply` reads them there. stages - 1 blocks are on their way
+// while one is multiplied. All threads of the CTA together.
+template <typename Copy, typename Multiply>
+__device__ __forceinline__ void for_blocks(int stages, int blocks, const Copy& copy, const Multiply& multiply) {
   int stage = 0, free_stage = 0;  // of the block that is multiplied, and of the one that is copied
 #pragma unroll 1
-  for (int block = 1 - kStages; block < blocks; ++block) {  // from the first block's copies on, so that there is one piece of code for all
+  for (int block = 1 - stages; block < blocks;
+       ++block) {  // from the first block's copies on, so that there is one piece of code for all
     if (block >= 0) {
-      tensor_core::cp_async_wait<kStages - 2>();
+      wait_for_block(stages);
       __syncthreads();  // the block is there, and no warp reads the one before it any more
     }
-    if (block + kStages - 1 < blocks) copy(block + kStages - 1, free_stage);
+    if (block + stages - 1 < blocks) copy(block + stages - 1, free_stage);
     tensor_core::cp_async_commit();
-    free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
+    free_stage = free_stage + 1 == stages ? 0 : free_stage + 1;
     if (block < 0) continue;
     multiply(stage);
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    stage = stage + 1 == stages ? 0 : stage + 1;
   }
 }
 

@@ -14,63 +14,54 @@
 
 namespace gbmoe::low_rank {
 
-struct GradientArguments {
-  const void* sizes;     // [E], rows of each group
-  bool sizes_are_int64;  // else int32
-  int groups;
-  int rows;              // P: no group reaches beyond it, whatever its size says
-  int ranks, columns;    // R and N, multiples of 8
-  bool is_half;          // fp16, else bf16
-  int top_k;
-  uint32_t slots;        // T * top_k: a row whose slot is none of these is zeros
-  const void *left, *right;  // right is [P,N], or the tokens [T,N] where slot_of_row is given
-  const int* slot_of_row;    // [P], or null
+struct Gradient {
+  int ranks, columns;  // R and N, multiples of 8; no columns: there is none
+  const void *left, *right;  // right is [P,N], or with slots the tokens [T,N]
   void* out;
   Pitch pitch_out;
 };
 
 template <int kMostRanks> struct GradientTraits {
-  static constexpr int kRanks = kMostRanks, kColumns = 128, kBlockRows = 32, kStages = 4;
+  static constexpr int kRanks = kMostRanks, kColumns = 128, kBlockRows = 32;
+  static constexpr int kStages = 4;  // at the least, as for products
   using TileRight = tensor_core::OperandTile<Bits, kColumns, 2 * kBlockRows, false>;
   static constexpr int kBytesRight = kBlockRows * kColumns * 2, kStageBytes = kBytesRight + kBlockRows * kRanks * 2;
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= 98 << 10, "a CTA has at most 99 KiB on 8.6, 8.9 and 12.0");
 };
 
-template <typename Traits> __device__ __forceinline__ void sum_over_rows(const GradientArguments& args) {
+// The columns of a group from `first_column` on.
+template <typename Traits>
+__device__ __forceinline__ void sum_over_rows(const Rows& rows, const Gradient& args, int stages, int group, int first_column) {
   using TileRight = typename Traits::TileRight;
   using NarrowLeft = NarrowRows<Traits::kRanks>;
   constexpr int kBlockRows = Traits::kBlockRows, kFragmentsM = Traits::kRanks / 16, kOfWarp = Traits::kColumns / kWarps;
   static_assert(kOfWarp == 32 && kBlockRows == 32, "a warp stores four fragments side by side, and its lanes know a row's slot each");
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  const int tiles = ceil_div(args.columns, Traits::kColumns), group = blockIdx.x / tiles;
-  const int first_column = blockIdx.x % tiles * Traits::kColumns;
-  const TileOfRows of_group = rows_of_group(args, group);
+  const TileOfRows of_group = rows_of_group(rows, group);
 
   const uint32_t shared = tensor_core::shared_address(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // The slot of this lane's row of the block that is copied next: it is on its way while a block is multiplied.
   const auto slot_in_block = [&](int block) {
     const int row = block * kBlockRows + lane;
-    return args.slot_of_row && row < of_group.rows ? args.slot_of_row[of_group.row + row] : -1;
+    return rows.slot_of_row && row < of_group.rows ? rows.slot_of_row[of_group.row + row] : -1;
   };
   int slot = slot_in_block(0);
 
   const auto copy = [&](int block, int stage) {
-    const int row = of_group.row + block * kBlockRows, rows = of_group.rows - block * kBlockRows;
+    const int row = of_group.row + block * kBlockRows, left_over = of_group.rows - block * kBlockRows;
     const uint32_t to_right = shared + stage * Traits::kStageBytes, to_left = to_right + Traits::kBytesRight;
     const int line = threadIdx.x / 16, chunk = threadIdx.x % 16, column = first_column + chunk * 8;
     const Bits* right = static_cast<const Bits*>(args.right) + column;
     // The row of right that this lane's row of the block is, or -1.
     int of_lane = row + lane;
-    if (args.slot_of_row) {
-      of_lane = static_cast<uint32_t>(slot) < args.slots ? slot / args.top_k : -1;
+    if (rows.slot_of_row) {
+      of_lane = token_of_slot(rows, slot);
       slot = slot_in_block(block + 1);
     }
 #pragma unroll
     for (int i = 0; i < kBlockRows / 8; ++i) {
       const int from = __shfl_sync(kFullWarp, of_lane, line + 8 * i);
-      const bool exists = line + 8 * i < rows && column < args.columns && from >= 0;
+      const bool exists = line + 8 * i < left_over && column < args.columns && from >= 0;
       tensor_core::cp_async_16(to_right + TileRight::offset(line + 8 * i, chunk), right + static_cast<int64_t>(from) * args.columns, exists);
     }
     constexpr int kChunks = NarrowLeft::kChunksOfRow, kAll = kBlockRows * kChunks;
@@ -81,7 +72,7 @@ template <typename Traits> __device__ __forceinline__ void sum_over_rows(const G
       tensor_core::cp_async_16(
           to_left + NarrowLeft::offset(of_left, of_row),
           static_cast<const Bits*>(args.left) + static_cast<int64_t>(row + of_left) * args.ranks + of_row * 8,
-          of_left < rows && of_row * 8 < args.ranks);
+          of_left < left_over && of_row * 8 < args.ranks);
     }
   };
 
@@ -110,10 +101,10 @@ template <typename Traits> __device__ __forceinline__ void sum_over_rows(const G
   };
   // One branch a block, so that both dtypes share an instance.
   const auto multiply = [&](int stage) {
-    if (args.is_half) multiply_as(stage, __half());
+    if (rows.is_half) multiply_as(stage, __half());
     else multiply_as(stage, __nv_bfloat16());
   };
-  for_blocks<Traits::kStages>(ceil_div(of_group.rows, kBlockRows), copy, multiply);
+  for_blocks(stages, ceil_div(of_group.rows, kBlockRows), copy, multiply);
   if (!works) return;
 
   Bits* out = static_cast<Bits*>(args.out) + group * args.pitch_out.group;
@@ -122,19 +113,13 @@ template <typename Traits> __device__ __forceinline__ void sum_over_rows(const G
   for (int i = 0; i < 2 * kFragmentsM; ++i) {
     uint32_t words[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = pack(sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1], args.is_half);
+    for (int j = 0; j < 4; ++j) words[j] = pack(sums[i / 2][j][i % 2 * 2], sums[i / 2][j][i % 2 * 2 + 1], rows.is_half);
     tensor_core::transpose_among_four_lanes(words);
     const int rank = 8 * i + lane / 4;
     if (rank < args.ranks && column < args.columns) {
       *reinterpret_cast<uint4*>(out + static_cast<int64_t>(rank) * args.pitch_out.row + column) = {words[0], words[1], words[2], words[3]};
     }
   }
-}
-
-template <typename Traits> __global__ void __launch_bounds__(kThreads) rank_gradient_kernel(const __grid_constant__ GradientArguments args) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  sum_over_rows<Traits>(args);
-#endif
 }
 
 }  // namespace gbmoe::low_rank

@@ -13,60 +13,62 @@
 
 namespace gbmoe::low_rank {
 
-struct ProductArguments {
-  const void* sizes;     // [E], rows of each group
-  bool sizes_are_int64;  // else int32
-  int groups;
-  int rows;              // P: no group reaches beyond it, whatever its size says
-  int inner, ranks;      // K and R, multiples of 8
-  int pairs;             // of operands that are summed
-  bool is_half;          // fp16, else bf16
-  const void *a[2], *b[2];
-  Pitch pitch_b;         // of both b
-  void* out;             // [P,R]
+struct Product {
+  int inner, ranks;  // K and R, multiples of 8
+  int pairs;  // of operands that are summed
+  bool along_r;  // whether b is contiguous along R, [E,K,R]; otherwise along K, [E,R,K]
+  int stages;
+  const void *a[2], *b[2];  // a is [P,K], or with slots the tokens [T,K]
+  Pitch pitch_b;  // of both b
+  void* out;  // [P,R]
 };
 
-// kAlongK: whether b is contiguous along K, [E,R,K]; otherwise along R, [E,K,R].
-template <int kMostRanks, bool kAlongK> struct ProductTraits {
+template <int kMostRanks> struct ProductTraits {
   static constexpr int kRanks = kMostRanks, kBlockK = 64;  // columns, which are zeros from R on
-  static constexpr bool kBAlongK = kAlongK;
   // With more columns a CTA has more rows: it reads b from the L2 as often as there are tiles, and a fragment of b for each 16 rows or 32.
   static constexpr int kFragmentsM = kRanks > 32 ? 2 : 1, kTileRows = kWarps * 16 * kFragmentsM;
-  // As few as leave enough bytes on their way: a multiprocessor has more CTAs then, and all tiles of a shape run at once more often.
+  // At the least: as few as leave enough bytes on their way where CTAs are many, of which a multiprocessor then has more.
   static constexpr int kStages = kRanks > 16 ? 3 : 4;
   using TileA = tensor_core::OperandTile<Bits, kTileRows, 128, true>;
   using TileB = tensor_core::OperandTile<Bits, kRanks, 128, true>;
-  static constexpr int kBytesA = kTileRows * 128, kStageBytes = kBytesA + kRanks * 128, kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= 98 << 10, "a CTA has at most 99 KiB on 8.6, 8.9 and 12.0");
+  using NarrowB = NarrowRows<kRanks>;
+  static constexpr int kBytesA = kTileRows * 128, kStageBytes = kBytesA + kRanks * 128;
 };
 
-template <typename Traits> __device__ __forceinline__ void multiply_rows(const ProductArguments& args) {
+// Tile `number` of those that the groups' rows are cut into; nothing where there are fewer.
+template <typename Traits> __device__ __forceinline__ void multiply_rows(const Rows& rows, const Product& args, int number) {
   using TileA = typename Traits::TileA;
   using TileB = typename Traits::TileB;
-  using NarrowB = NarrowRows<Traits::kRanks>;
+  using NarrowB = typename Traits::NarrowB;
   constexpr int kBlockK = Traits::kBlockK, kFragmentsM = Traits::kFragmentsM, kPairsOfN = Traits::kRanks / 16;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  const TileOfRows tile = find_rows<Traits::kTileRows>(args, blockIdx.x);
+  const TileOfRows tile = find_rows<Traits::kTileRows>(rows, number);
   if (tile.group < 0) return;
 
   const uint32_t shared = tensor_core::shared_address(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16 * kFragmentsM;
   const int blocks_of_pair = ceil_div(args.inner, kBlockK);
+  // A warp copies up to 32 rows of a block: each lane knows one of them, or -1, and tells the lanes that copy its chunks.
+  const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
+  const int of_tile = 4 * warp + lane % 4 + lane / 4 * 16;
+  int of_lane = tile.row + of_tile;
+  if (of_tile >= tile.rows) of_lane = -1;
+  else if (rows.slot_of_row) of_lane = token_of_slot(rows, rows.slot_of_row[of_lane]);
 
   const auto copy = [&](int block, int stage) {
     const bool second = block >= blocks_of_pair;
     const int k = (second ? block - blocks_of_pair : block) * kBlockK;
     const uint32_t to_a = shared + stage * Traits::kStageBytes, to_b = to_a + Traits::kBytesA;
-    const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
     const bool inside = k + chunk * 8 < args.inner;
-    const Bits* a = static_cast<const Bits*>(second ? args.a[1] : args.a[0]) + static_cast<int64_t>(tile.row + line) * args.inner + k + chunk * 8;
+    const Bits* a = static_cast<const Bits*>(second ? args.a[1] : args.a[0]) + k + chunk * 8;
 #pragma unroll
     for (int i = 0; i < Traits::kTileRows / 16; ++i) {
-      tensor_core::cp_async_16(to_a + TileA::offset(line + 16 * i, chunk), a + static_cast<int64_t>(args.inner) * (16 * i),
-                               inside && line + 16 * i < tile.rows);
+      const int from = __shfl_sync(kFullWarp, of_lane, 4 * i + lane / 8);
+      tensor_core::cp_async_16(
+          to_a + TileA::offset(line + 16 * i, chunk), a + static_cast<int64_t>(from) * args.inner, inside && from >= 0);
     }
     const Bits* b = static_cast<const Bits*>(second ? args.b[1] : args.b[0]) + tile.group * args.pitch_b.group;
-    if constexpr (Traits::kBAlongK) {
+    if (!args.along_r) {
       b += static_cast<int64_t>(line) * args.pitch_b.row + k + chunk * 8;
 #pragma unroll
       for (int i = 0; i < Traits::kRanks / 16; ++i) {
@@ -87,7 +89,7 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const P
   };
 
   float sums[kFragmentsM][2 * kPairsOfN][4] = {};
-  const auto multiply_as = [&](int stage, auto element) {
+  const auto multiply_as = [&](int stage, auto element, auto along_r) {
     using T = decltype(element);
     if (first_row >= tile.rows) return;
     const uint32_t of_a = shared + stage * Traits::kStageBytes, of_b = of_a + Traits::kBytesA;
@@ -100,22 +102,30 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const P
       }
 #pragma unroll
       for (int j = 0; j < kPairsOfN; ++j) {
-        if constexpr (Traits::kBAlongK) tensor_core::load_fragments_b<Bits, Traits::kRanks, 128, true>(b[j], of_b, 16 * j, step);
-        else tensor_core::ldmatrix_x4_transposed(b[j], of_b + NarrowB::offset(16 * step + lane % 16, 2 * j + lane / 16));
+        if constexpr (along_r.value) {
+          tensor_core::ldmatrix_x4_transposed(b[j], of_b + NarrowB::offset(16 * step + lane % 16, 2 * j + lane / 16));
+        } else {
+          tensor_core::load_fragments_b<Bits, Traits::kRanks, 128, true>(b[j], of_b, 16 * j, step);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
-        for (int j = 0; j < 2 * kPairsOfN; ++j) tensor_core::mma<T>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        for (int j = 0; j < 2 * kPairsOfN; ++j)
+          tensor_core::mma<T>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
   };
-  // One branch a block, so that both dtypes share an instance.
-  const auto multiply = [&](int stage) {
-    if (args.is_half) multiply_as(stage, __half());
-    else multiply_as(stage, __nv_bfloat16());
+  // Two branches a block, so that dtypes and orders of b share an instance.
+  const auto multiply_of = [&](int stage, auto along_r) {
+    if (rows.is_half) multiply_as(stage, __half(), along_r);
+    else multiply_as(stage, __nv_bfloat16(), along_r);
   };
-  for_blocks<Traits::kStages>(args.pairs * blocks_of_pair, copy, multiply);
+  const auto multiply = [&](int stage) {
+    if (args.along_r) multiply_of(stage, std::true_type());
+    else multiply_of(stage, std::false_type());
+  };
+  for_blocks(args.stages, args.pairs * blocks_of_pair, copy, multiply);
 
 #pragma unroll
   for (int i = 0; i < 2 * kFragmentsM; ++i) {
@@ -127,16 +137,10 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const P
       const float(&of_lane)[4] = sums[i / 2][j];
       const int column = 8 * j + 2 * (lane % 4);
       if (column < args.ranks) {
-        *reinterpret_cast<uint32_t*>(out + column) = pack(of_lane[i % 2 * 2], of_lane[i % 2 * 2 + 1], args.is_half);
+        *reinterpret_cast<uint32_t*>(out + column) = pack(of_lane[i % 2 * 2], of_lane[i % 2 * 2 + 1], rows.is_half);
       }
     }
   }
-}
-
-template <typename Traits> __global__ void __launch_bounds__(kThreads) rank_product_kernel(const __grid_constant__ ProductArguments args) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  multiply_rows<Traits>(args);
-#endif
 }
 
 }  // namespace gbmoe::low_rank

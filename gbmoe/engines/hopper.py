@@ -123,6 +123,8 @@ class Hopper(OwnKernels):
             w1, v1 = w1.transpose(1, 2), v1.transpose(1, 2)
         a2, b2 = _second_pair(low, along_f)
         _, v2 = _second_pair(low._replace(b_ERN=low.b2_ERN), along_f)
+        if _config(x, w1.size(1), True, activation).gather_up_along_f:  # in pairs of CTAs, whatever w1 is contiguous along
+            return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1, v1, sizes_E, activation, save, a2, b2, v2)
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save, a2, b2, v2)
         x.forget()
         return result
@@ -134,7 +136,12 @@ class Hopper(OwnKernels):
         if not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
             arguments = x, w_EGH, bias_EG, sizes_E, activation, save
             return super().up_pairs(*arguments) if low is None else super().up_pairs_low_rank(*arguments, low)
-        result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save, *_second_pair(low, True))
+        w = w.transpose(1, 2)
+        second = _second_pair(low, True)
+        if _config(x, w.size(1) // 2, True, activation).gather_up_along_f:
+            return up_pairs_gemm(
+                aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w, bias_EG, sizes_E, activation, save, *second)
+        result = up_pairs_gemm(aligned(x.rows_PH()), None, 1, w, bias_EG, sizes_E, activation, save, *second)
         x.forget()
         return result
 
@@ -291,8 +298,8 @@ def _padded(slot_of_row_P: torch.Tensor, tokens: int, top_k: int) -> bool:
 
 
 def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save, a2=None, b2=None, v2=None):
-    """Engine.up of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for silu and gelu_tanh only. Of gathered rows and
-    a gate, h may have a second pair a2 and b2, and g then has a2 and v2."""
+    """Engine.up of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for silu and gelu_tanh only. With a gate, h may have
+    a second pair a2 and b2, and g then has a2 and v2; of tokens where CTAs form pairs."""
     a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
@@ -317,18 +324,25 @@ def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes
             x, slot_of_row_P, top_k, w1, v1, a2, b2, v2, places, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
 
 
-def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save, a2=None, b2=None):
-    """Engine.up_pairs of gathered rows and weights that lie contiguous along F."""
-    a_PF = x_PH.new_empty(x_PH.size(0), w_EGH.size(1) // 2)
-    pairs_PG = x_PH.new_empty(x_PH.size(0), w_EGH.size(1)) if save else None
-    config = hopper_tiles.up_gemm(Device.of(x_PH.device), a_PF.size(0), x_PH.size(1), a_PF.size(1), True, gathered=False, padded=False,
-                                  along_f=True)
-    sizes = device_sizes(sizes, x_PH.device)
+def up_pairs_gemm(x, slot_of_row_P, top_k, w_EGH, bias_EG, sizes, activation, save, a2=None, b2=None):
+    """Engine.up_pairs of weights that lie contiguous along F, and of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for
+    silu and gelu_tanh only."""
+    gathered = slot_of_row_P is not None
+    a_PF = x.new_empty(slot_of_row_P.size(0) if gathered else x.size(0), w_EGH.size(1) // 2)
+    pairs_PG = x.new_empty(a_PF.size(0), w_EGH.size(1)) if save else None
+    config = hopper_tiles.up_gemm(Device.of(x.device), a_PF.size(0), x.size(1), a_PF.size(1), True, gathered=gathered,
+                                  padded=gathered and _padded(slot_of_row_P, x.size(0), top_k), along_f=True)
+    launch_up_pairs(config, x, slot_of_row_P, top_k, w_EGH, bias_EG, device_sizes(sizes, x.device), activation, a_PF, pairs_PG, a2, b2)
+    return a_PF, pairs_PG
+
+
+def launch_up_pairs(config: GemmConfig, x, slot_of_row_P, top_k, w_EGH, bias_EG, sizes, activation, a_PF, pairs_PG, a2=None,
+                    b2=None) -> None:
+    """up_pairs_gemm in a given configuration, with sizes on the device, into a and pairs, which may be None."""
     w, _, places = in_memory(w_EGH)
     torch.ops.gbmoe_cuda.hopper_up_pairs(
-        x_PH, w, a2, b2, places, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation),
-        config.tiling, workspace(x_PH, sizes, config), a_PF, pairs_PG)
-    return a_PF, pairs_PG
+        x, slot_of_row_P, top_k, w, a2, b2, places, None if bias_EG is None else aligned(bias_EG), sizes,
+        plain_activation.kernel_arguments(activation), config.tiling, workspace(x, sizes, config), a_PF, pairs_PG)
 
 
 def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits, a2=None, b2=None):

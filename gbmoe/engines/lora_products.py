@@ -5,6 +5,7 @@ Shape suffixes: E experts, H hidden, F ffn hidden, G columns of pairs, 2F, P pad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,23 @@ class LowRank(NamedTuple):
     b2_ERN: torch.Tensor | None = None
 
 
+class RankProduct(NamedTuple):
+    """The operands of rank_product."""
+
+    a: GatheredRows | torch.Tensor
+    b_ERK: torch.Tensor
+    a2: torch.Tensor | None = None
+    b2_ERK: torch.Tensor | None = None
+
+
+class RankGradient(NamedTuple):
+    """The operands of rank_gradient."""
+
+    left_PR: torch.Tensor
+    right: GatheredRows | torch.Tensor
+    out_ERN: torch.Tensor
+
+
 class LowRankProducts:
     """A part of Engine, which has the other methods. Here the second product is added to the first in memory, after that is rounded. An
     engine whose GEMM sums both overrides these."""
@@ -34,12 +52,13 @@ class LowRankProducts:
     weight_gradient: Any
     write_gradient: Any
 
-    def rank_product(self, a: torch.Tensor, b_ERK: torch.Tensor, sizes_E: torch.Tensor, a2: torch.Tensor | None = None,
+    def rank_product(self, a: GatheredRows | torch.Tensor, b_ERK: torch.Tensor, sizes_E: torch.Tensor, a2: torch.Tensor | None = None,
                      b2_ERK: torch.Tensor | None = None) -> torch.Tensor:
         """a[rows of e] @ b[e].T, [P,R]; with a second pair of the same shapes + a2[rows of e] @ b2[e].T. Factors have any strides."""
+        rows = a if isinstance(a, torch.Tensor) else a.rows_PH()
         if a2 is None or b2_ERK is None:
-            return self.product(a, b_ERK, sizes_E, trans_b=True)
-        return self.up_backward(a, b_ERK.transpose(1, 2), a2, b2_ERK.transpose(1, 2), sizes_E)
+            return self.product(rows, b_ERK, sizes_E, trans_b=True)
+        return self.up_backward(rows, b_ERK.transpose(1, 2), a2, b2_ERK.transpose(1, 2), sizes_E)
 
     def rank_gradient(self, left_PR: torch.Tensor, right: GatheredRows | torch.Tensor, sizes_E: torch.Tensor,
                       out_ERN: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,6 +69,13 @@ class LowRankProducts:
             return self.product(left_PR, right, sizes_E, trans_a=True)
         self.write_gradient(left_PR, right, sizes_E, out_ERN)
         return out_ERN
+
+    def rank_product_and_gradients(self, product: RankProduct, gradients: Sequence[RankGradient], sizes_E: torch.Tensor) -> torch.Tensor:
+        """Returns rank_product, and makes rank_gradient of each of `gradients`, none of which takes another one's result. It is for those
+        that read the same wide rows: an engine that computes them in one kernel overrides it, and gives all of them the same bits."""
+        for gradient in gradients:
+            self.rank_gradient(gradient.left_PR, gradient.right, sizes_E, gradient.out_ERN)
+        return self.rank_product(product.a, product.b_ERK, sizes_E, product.a2, product.b2_ERK)
 
     def product_low_rank(self, a: torch.Tensor, b: torch.Tensor, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, trans_b: bool,
                          rows_PR: torch.Tensor, b_ERN: torch.Tensor) -> torch.Tensor:

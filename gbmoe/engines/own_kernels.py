@@ -10,6 +10,7 @@ import torch
 from gbmoe import launch
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
+from gbmoe.engines.lora_products import RankProduct
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
 from gbmoe.problem import Problem, known, result_shape
@@ -149,41 +150,91 @@ class OwnKernels(Engine):
         self.rows_gemm(aligned(dh_PF), w1, None if v1 is None else aligned(dg_PF), v1, sizes_E, are_transposed, dx_PH)
         return dx_PH
 
+    # By csrc/low_rank/, which adds up a sum in one order whatever rows there are, and reads rows that are not gathered yet from their
+    # tokens.
+
     def rank_product(self, a, b_ERK, sizes_E, a2=None, b2_ERK=None):
-        """By csrc/low_rank/rank_product.cuh, which adds up a sum in one order whatever rows there are; with few rows, by their kernels."""
-        if not _has_rank_kernels(a, b_ERK.size(1)) or (a2 is None and self.has_few_rows(a.size(0), b_ERK.size(0))):
+        """With few rows by their kernels."""
+        if not self._has_product_kernel(a, b_ERK, a2):
             return super().rank_product(a, b_ERK, sizes_E, a2, b2_ERK)
-        require(a.dtype == b_ERK.dtype, "rank_product", "b", lambda: f"the dtype of a, {a.dtype}", b_ERK.dtype, TypeError)
-        b, b2, along_r = two_in_place(b_ERK, b2_ERK)
-        out_PR = a.new_empty(a.size(0), b_ERK.size(1))
-        torch.ops.gbmoe_cuda.rank_product(
-            aligned(a), b, None if a2 is None else aligned(a2), b2, device_sizes(sizes_E, a.device), along_r, out_PR)
+        operands, out_PR, _ = _product_operands(RankProduct(a, b_ERK, a2, b2_ERK), sizes_E)
+        torch.ops.gbmoe_cuda.rank_product(*operands, out_PR)
         return out_PR
 
     def rank_gradient(self, left_PR, right, sizes_E, out_ERN=None):
-        """By csrc/low_rank/rank_gradient.cuh, which reads rows that are not gathered yet from their tokens."""
         if not _has_rank_kernels(left_PR, left_PR.size(1)):
             return super().rank_gradient(left_PR, right, sizes_E, out_ERN)
-        slot_of_row_P, top_k = None, 1
-        if isinstance(right, GatheredRows):
-            if right.are_gathered or right.tokens_TH is None:
-                right = right.rows_PH()
-            else:
-                slot_of_row_P, top_k, right = right.slots.slot_of_row_P, right.slots.top_k, right.tokens_TH
-        made_ERN = out_ERN
-        if made_ERN is None or not has_aligned_rows(made_ERN):
-            made_ERN = left_PR.new_empty(sizes_E.numel(), left_PR.size(1), right.size(1))
+        right, slot_of_row_P, top_k = _wide_operand(right)
+        made_ERN = _gradient_to_write(left_PR, right, sizes_E, out_ERN)
         torch.ops.gbmoe_cuda.rank_gradient(
-            aligned(left_PR), aligned(right), slot_of_row_P, top_k, device_sizes(sizes_E, left_PR.device), made_ERN)
-        return made_ERN if out_ERN is None or made_ERN is out_ERN else out_ERN.copy_(made_ERN)
+            aligned(left_PR), right, slot_of_row_P, top_k, device_sizes(sizes_E, left_PR.device), made_ERN)
+        return _written(out_ERN, made_ERN)
+
+    def rank_product_and_gradients(self, product, gradients, sizes_E):
+        one_kernel = (0 < len(gradients) <= _MOST_GRADIENTS and self._has_product_kernel(product.a, product.b_ERK, product.a2)
+                      and all(_has_rank_kernels(gradient.left_PR, gradient.left_PR.size(1)) for gradient in gradients)
+                      and len({_tokens_slots(wide) for wide in (product.a, *(gradient.right for gradient in gradients))}) == 1)
+        if not one_kernel:
+            return super().rank_product_and_gradients(product, gradients, sizes_E)
+        operands, out_PR, a = _product_operands(product, sizes_E)
+        of_gradients, made = [], []
+        for left_PR, right, out_ERN in gradients:
+            right_here = a if right is product.a else _wide_operand(right)[0]
+            made.append(_gradient_to_write(left_PR, right_here, sizes_E, out_ERN))
+            of_gradients += aligned(left_PR), right_here, made[-1]
+        of_gradients += [None] * (3 * _MOST_GRADIENTS - len(of_gradients))
+        torch.ops.gbmoe_cuda.rank_product_and_gradients(*operands, out_PR, *of_gradients)
+        for gradient, made_ERN in zip(gradients, made):
+            _written(gradient.out_ERN, made_ERN)
+        return out_PR
+
+    def _has_product_kernel(self, a: GatheredRows | torch.Tensor, b_ERK: torch.Tensor, a2: torch.Tensor | None) -> bool:
+        """Whether csrc/low_rank/ computes rank_product."""
+        rows = a.size(0) if isinstance(a, torch.Tensor) else a.num_rows
+        return _has_rank_kernels(b_ERK, b_ERK.size(1)) and not (a2 is None and self.has_few_rows(rows, b_ERK.size(0)))
 
 
-_MOST_RANKS = 64  # of an instance in csrc/low_rank/
+_MOST_RANKS, _MOST_GRADIENTS = 64, 3  # of an instance in csrc/low_rank/, and of a launch
 
 
 def _has_rank_kernels(rows: torch.Tensor, ranks: int) -> bool:
     """Whether csrc/low_rank/ has kernels for operands of this dtype and so many ranks."""
     return rows.dtype != torch.float32 and ranks <= _MOST_RANKS
+
+
+def _tokens_slots(rows: GatheredRows | torch.Tensor) -> torch.Tensor | None:
+    """The slot of each row, where csrc/low_rank/ reads rows from their tokens; None where they lie in memory."""
+    if isinstance(rows, torch.Tensor) or rows.are_gathered or rows.tokens_TH is None:
+        return None
+    return rows.slots.slot_of_row_P
+
+
+def _wide_operand(rows: GatheredRows | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """(rows [P,N], None, 1), or (tokens [T,N], the slot of each row, slots of a token), as csrc/low_rank/ reads them."""
+    if isinstance(rows, torch.Tensor):
+        return aligned(rows), None, 1
+    slot_of_row_P = _tokens_slots(rows)
+    return (aligned(rows.rows_PH()), None, 1) if slot_of_row_P is None else (aligned(rows.given), slot_of_row_P, rows.slots.top_k)
+
+
+def _product_operands(product: RankProduct, sizes_E: torch.Tensor) -> tuple[tuple, torch.Tensor, torch.Tensor]:
+    """(the operator's arguments before `out`, a new `out`, a as it lies in memory)."""
+    (a, slot_of_row_P, top_k), b_ERK, a2 = _wide_operand(product.a), product.b_ERK, product.a2
+    require(a.dtype == b_ERK.dtype, "rank_product", "b", lambda: f"the dtype of a, {a.dtype}", b_ERK.dtype, TypeError)
+    b, b2, along_r = two_in_place(b_ERK, product.b2_ERK)
+    out_PR = a.new_empty(a.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), b_ERK.size(1))
+    return (a, slot_of_row_P, top_k, b, None if a2 is None else aligned(a2), b2, device_sizes(sizes_E, a.device), along_r), out_PR, a
+
+
+def _gradient_to_write(left_PR: torch.Tensor, right: torch.Tensor, sizes_E: torch.Tensor, out_ERN: torch.Tensor | None) -> torch.Tensor:
+    """`out`, or a new tensor where there is none or the kernel does not write it where it lies."""
+    if out_ERN is not None and has_aligned_rows(out_ERN):
+        return out_ERN
+    return left_PR.new_empty(sizes_E.numel(), left_PR.size(1), right.size(1))
+
+
+def _written(out_ERN: torch.Tensor | None, made_ERN: torch.Tensor) -> torch.Tensor:
+    return made_ERN if out_ERN is None or made_ERN is out_ERN else out_ERN.copy_(made_ERN)
 
 
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows

@@ -252,22 +252,18 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     if wanted.weights:
         t.give_back_router_gradient(dweights_TK)
     del dweights_TK
-    second = None if low is None else low.up_backward(experts, dh, dg, sizes_E, wanted.x)
+    second = None if low is None else low.up_backward(experts, a_PF, dh, dg, sizes_E, wanted.x)
     if t.gives_back_first:
         if wanted.x:
             _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
         dh = dg = None
     if wanted.w2:
         gradients.write("w2", experts, a_PF, dz, sizes_E, left)
-    if low is not None:
-        low.make_down_gradients(experts, a_PF, dz, weights_TK, sizes_E)
     del a_PF, dz, weights_TK
     if wanted.x and not t.gives_back_first:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
     del dh, dg, second
     weights.forget()
-    if low is not None:
-        low.make_up_b_gradient(experts, dh_PF, dg_PF, sizes_E)
     if wanted.w1 or wanted.v1 or (low is not None and low.needs_rows_again):
         x = experts.rows_for_weights(t.rows_again())
         if low is not None:
@@ -288,7 +284,7 @@ def _down_backward(experts: Engine, weights: Weights, dz: GatheredRows, w2, size
                    weights_TK: torch.Tensor | None, activation: str, to_pairs: bool) -> tuple:
     """As Engine.down_backward; with `to_pairs` dh is [P,2F], pairs, and dg None."""
     h_PF, g_PF = saved.take()
-    low = None if weights.low_rank is None else weights.low_rank.down_backward(experts, dz, sizes_E)
+    low = None if weights.low_rank is None else weights.low_rank.down_backward(experts, dz, weights_TK, sizes_E)
     if not weights.paired:
         if to_pairs:
             assert g_PF is not None

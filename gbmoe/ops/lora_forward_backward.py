@@ -9,12 +9,15 @@ backward. In dB2 each row of s has its router weight, by which it is multiplied:
 has the weights, would be 2PF.
 
 The engine adds the second products to the first (LowRankProducts; Hopper's in one GEMM). Those that have R columns or rows are computed by
-its grouped GEMM, or by kernels of their own (csrc/low_rank/).
+its grouped GEMM, or by kernels of their own (csrc/low_rank/). It is asked for those that read the same rows together: u and dB2, and v, dB1
+and dA2, which is there by then.
 
 Bytes of memory that this costs, with 2 bytes an element and without matrices of R columns, of a GLU:
 
     t, s, u, v                          2PH, 2PF, 2PH, 4PF
     dA2, dB2, dB1, dA1                  2PF, 2PH, 4PF, 2PH
+                                        0 in place of each 2PH where kernels of their own read tokens, which the L2 holds, and in place of
+                                        dB1's 4PF as far as the L2 still holds what v has read
     second products, added in memory    8 for each element, 4 where the engine's GEMM adds in place: of h and g 16PF, y 8PH, d 8PF, dx 8PH
                                         0 where one GEMM sums all: on Hopper, but for few rows
     activation of gate and up           4PF where its kernel is none of the products': on Hopper only with biases, or few rows
@@ -30,7 +33,7 @@ import torch
 
 from gbmoe import launch
 from gbmoe.engines.base import Engine, GatheredRows
-from gbmoe.engines.lora_products import LowRank
+from gbmoe.engines.lora_products import LowRank, RankGradient, RankProduct
 from gbmoe.lora_factors import LowRankOperands
 
 
@@ -64,7 +67,7 @@ class LowRankPass:
         a_ERH, b_ERG = self.operands.up_a_ERH, self.operands.up_b_ERG
         if a_ERH is None or b_ERG is None:
             return None
-        self.t_PR = experts.rank_product(x.rows_PH(), a_ERH, sizes_E)
+        self.t_PR = experts.rank_product(x, a_ERH, sizes_E)
         b_ERN, b2_ERN = self._divided(b_ERG)
         return LowRank(self.t_PR, b_ERN, b2_ERN)
 
@@ -75,42 +78,43 @@ class LowRankPass:
         self.s_PR = experts.rank_product(a_PF, a_ERF, sizes_E)
         return LowRank(self.s_PR, b_ERH)
 
-    def down_backward(self, experts: Engine, dz: GatheredRows, sizes_E: torch.Tensor) -> LowRank | None:
+    def down_backward(self, experts: Engine, dz: GatheredRows, weights_TK: torch.Tensor | None, sizes_E: torch.Tensor) -> LowRank | None:
+        """Makes dB2 as well, of s with the router's weights, which dz does not have."""
         a_ERF, b_ERH = self.operands.down_a_ERF, self.operands.down_b_ERH
+        s_PR, self.s_PR = self.s_PR, None
         if a_ERF is None or b_ERH is None:
             return None
-        self._u_PR = experts.rank_product(dz.rows_PH(), b_ERH, sizes_E)
-        return LowRank(self._u_PR, a_ERF)
-
-    def make_down_gradients(self, experts: Engine, a_PF: torch.Tensor, dz: GatheredRows, weights_TK: torch.Tensor | None,
-                            sizes_E: torch.Tensor) -> None:
-        """Of a with the router's weights, as down_backward gives it, and of these weights for s, which has none."""
-        (u_PR, self._u_PR), (s_PR, self.s_PR) = (self._u_PR, None), (self.s_PR, None)
-        if self.wanted.down_a and u_PR is not None:
-            self.gradients["down_a"] = experts.rank_gradient(u_PR, a_PF, sizes_E)
+        gradients = []
         if self.wanted.down_b and s_PR is not None:
             s_PR = launch.weigh_rows(s_PR, dz.slots.slot_of_row_P, weights_TK)
-            self.gradients["down_b"] = experts.rank_gradient(s_PR, dz, sizes_E)
+            gradients.append(RankGradient(s_PR, dz, self._new_gradient("down_b", b_ERH)))
+        self._u_PR = experts.rank_product_and_gradients(RankProduct(dz, b_ERH), gradients, sizes_E)
+        return LowRank(self._u_PR, a_ERF)
 
-    def up_backward(self, experts: Engine, dh, dg, sizes_E: torch.Tensor, want_x: bool) -> LowRank | None:
-        """`dh` and `dg`, or pairs and None, as the engine's up_backward takes them."""
+    def up_backward(self, experts: Engine, a_PF: torch.Tensor, dh_PF: torch.Tensor, dg_PF: torch.Tensor | None, sizes_E: torch.Tensor,
+                    want_x: bool) -> LowRank | None:
+        """Of a, dh and dg as down_backward gives them, or pairs and None. Makes dB1 and dA2 as well: what they take is there, and nothing
+        of it is free before dx is made."""
         a_ERH, b_ERG = self.operands.up_a_ERH, self.operands.up_b_ERG
+        (u_PR, self._u_PR), (t_PR, self.t_PR) = (self._u_PR, None), (self.t_PR, None)
+        gradients = []
+        if self.wanted.up_b and b_ERG is not None and t_PR is not None:
+            for right_PF, out_ERF in zip((dh_PF, dg_PF), self._divided(self._new_gradient("up_b", b_ERG))):
+                if right_PF is not None and out_ERF is not None:
+                    gradients.append(RankGradient(t_PR, right_PF, out_ERF))
+        if self.wanted.down_a and u_PR is not None and self.operands.down_a_ERF is not None:
+            gradients.append(RankGradient(u_PR, a_PF, self._new_gradient("down_a", self.operands.down_a_ERF)))
         if a_ERH is None or b_ERG is None or not (want_x or self.wanted.up_a):
+            for gradient in gradients:
+                experts.rank_gradient(gradient.left_PR, gradient.right, sizes_E, gradient.out_ERN)
             return None
         b_ERF, b2_ERF = self._divided(b_ERG)
-        self._v_PR = experts.rank_product(dh, b_ERF, sizes_E, dg, b2_ERF)
+        self._v_PR = experts.rank_product_and_gradients(RankProduct(dh_PF, b_ERF, dg_PF, b2_ERF), gradients, sizes_E)
         return LowRank(self._v_PR, a_ERH)
 
-    def make_up_b_gradient(self, experts: Engine, dh_PF: torch.Tensor, dg_PF: torch.Tensor | None, sizes_E: torch.Tensor) -> None:
-        """Of dh and dg [P,F], or pairs [P,2F] and None."""
-        b_ERG, t_PR, self.t_PR = self.operands.up_b_ERG, self.t_PR, None
-        if not self.wanted.up_b or b_ERG is None or t_PR is None:
-            return
-        made_ERG = b_ERG.new_empty(b_ERG.shape)
-        for left_PF, out_ERF in zip((dh_PF, dg_PF), self._divided(made_ERG)):
-            if left_PF is not None and out_ERF is not None:
-                experts.rank_gradient(t_PR, left_PF, sizes_E, out_ERF)
-        self.gradients["up_b"] = made_ERG
+    def _new_gradient(self, name: str, operand: torch.Tensor) -> torch.Tensor:
+        self.gradients[name] = operand.new_empty(operand.shape)
+        return self.gradients[name]
 
     @property
     def needs_rows_again(self) -> bool:

@@ -29,6 +29,11 @@ LAYOUTS = [WeightLayout(), WeightLayout("interleaved", True), WeightLayout("gate
 SIZES = [130, 0, 1, 64, 65, 128, 17, 300]
 
 
+def rows_of(x, slots, top_k):
+    """x, or where there are slots the rows of these tokens: zeros for a row without one."""
+    return x if slots is None else torch.where((slots >= 0).unsqueeze(1), x[slots.clamp(min=0).long() // top_k], 0)
+
+
 def grouped(a, b, sizes, dtype=torch.float32):
     """a[rows of e] @ b[e] in `dtype`, and NaN in rows of no group."""
     out, first = torch.full((a.size(0), b.size(2)), float("nan"), dtype=dtype, device=a.device), 0
@@ -54,10 +59,10 @@ def name_of(activation):
 
 class Gemms:
     """The operators of csrc/hopper/ that LoRA calls, under their schemas. `names` has each call, and `low` those whose last pair has a
-    shorter inner dimension, a third one as "three pairs"."""
+    shorter inner dimension, a third one as "three pairs". `gathers`: of each GEMM of gate and up, whether it was given tokens."""
 
     def __init__(self):
-        self.low, self.names = [], []
+        self.low, self.names, self.gathers, self.of_ranks = [], [], [], []
 
     def sum(self, name, a, b_EKN, a2, b2_EKN, sizes, a3=None, b3_EKN=None):
         total = grouped(a, b_EKN, sizes)
@@ -85,15 +90,19 @@ class Gemms:
         out.copy_(self.sum("few", a, b.mT if trans_b else b, None, None, sizes))
 
     def hopper_up_glu(self, x, slots, top_k, w1, v1, a2, b2, v2, places, sizes, activation, tiling, workspace, a, h, g):
-        assert slots is None and a2 is not None
+        assert a2 is not None
         self.names.append("glu")
         self.low.append("glu")
+        self.gathers.append(slots is not None)
+        x = rows_of(x, slots, top_k)
         for weight, further, out in ((w1, b2, h), (v1, v2, g)):
             assert a2.is_contiguous() and along_n(further.mT) == along_n(weight.mT)
             out.copy_(grouped(x, weight.mT, sizes) + grouped(a2, further.mT, sizes))
         a.copy_(plain_activation.activate(h, g, name_of(activation)))
 
-    def hopper_up_pairs(self, x, w, a2, b2, places, bias, sizes, activation, tiling, workspace, a, pairs):
+    def hopper_up_pairs(self, x, slots, top_k, w, a2, b2, places, bias, sizes, activation, tiling, workspace, a, pairs):
+        self.gathers.append(slots is not None)
+        x = rows_of(x, slots, top_k)
         total = self.sum("pairs", x, w.mT, a2, None if b2 is None else b2.mT, sizes)
         total += 0 if bias is None else grouped(x.new_ones(x.size(0), 1), bias.unsqueeze(1), sizes)
         pairs.copy_(total)
@@ -111,15 +120,23 @@ class Gemms:
             if out is not None:
                 out.copy_(value)
 
-    def rank_product(self, a, b, a2, b2, sizes, along_r, out):
-        assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride())
+    def rank_product(self, a, slots, top_k, b, a2, b2, sizes, along_r, out):
+        assert out.size(1) <= 64 and along_n(b) and (b2 is None or b2.stride() == b.stride()) and (slots is None or a2 is None)
         b, b2 = (t.mT if t is not None and not along_r else t for t in (b, b2))
-        out.copy_(grouped(a, b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
+        self.of_ranks.append(f"product of {'rows' if slots is None else 'tokens'}")
+        out.copy_(grouped(rows_of(a, slots, top_k), b, sizes) + (0 if a2 is None else grouped(a2, b2, sizes)))
 
     def rank_gradient(self, left, right, slots, top_k, sizes, out):
         assert left.size(1) <= 64 and along_n(out)
-        rows = right if slots is None else right[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
-        self.hopper_weights(left, rows, sizes, None, None, None, (), False, out)
+        self.of_ranks.append(f"gradient of {'rows' if slots is None else 'tokens'}")
+        self.hopper_weights(left, rows_of(right, slots, top_k), sizes, None, None, None, (), False, out)
+
+    def rank_product_and_gradients(self, a, slots, top_k, b, a2, b2, sizes, along_r, out, *gradients):
+        self.of_ranks.append("together:")
+        self.rank_product(a, slots, top_k, b, a2, b2, sizes, along_r, out)
+        for left, right, made in zip(gradients[::3], gradients[1::3], gradients[2::3]):
+            if made is not None:
+                self.rank_gradient(left, right, slots, top_k, sizes, made)
 
     def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, places, add, out):
         for e, (left, right) in enumerate(zip(a[:sizes.sum()].split(sizes.tolist()), b[:sizes.sum()].split(sizes.tolist()))):
@@ -127,10 +144,9 @@ class Gemms:
             out[e] = out[e] + product if add else product
 
     def hopper_weights_gathered(self, a, a2, x, slots, top_k, sizes, tiling, workspace, splitting, out, out2):
-        rows = x[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
         for left, made in ((a, out), (a2, out2)):
             if left is not None:
-                self.hopper_weights(left, rows, sizes, tiling, workspace, splitting, (), False, made)
+                self.hopper_weights(left, rows_of(x, slots, top_k), sizes, tiling, workspace, splitting, (), False, made)
 
 
 @pytest.fixture
@@ -175,6 +191,14 @@ def test_products_of_factors_were_added_in_memory(gemms, many_rows, monkeypatch,
     else:
         expected = [*(["biased"] * 3 if which else ["glu", "rows"]), "rows", "three pairs"]
     assert gemms.low == expected and not in_memory
+
+
+@pytest.mark.parametrize("engine", ["hopper", "hopper_batch_invariant"])
+def test_what_reads_the_same_rows_is_one_launch_and_tokens_are_read_where_they_lie(gemms, many_rows, engine):
+    """t and s; u and dB2; v, both halves of dB1, and dA2; dA1."""
+    of_lora.check(LAYOUTS[0], torch.device("cpu"), torch.bfloat16, engine, frozen=("w1", "w2", "v1"))
+    assert gemms.of_ranks == ["product of tokens", "product of rows", "together:", "product of tokens", "gradient of tokens",
+                              "together:", "product of rows", *["gradient of rows"] * 3, "gradient of tokens"]
 
 
 def test_few_rows_are_composed_unless_their_number_may_not_decide(gemms, monkeypatch):
@@ -237,6 +261,28 @@ def test_the_kernels_with_the_activation_take_the_pair(gemms, many_rows, monkeyp
         of_d = expected.clone()
         assert torch.equal(a, plain_activation.activate_backward(h, None, of_d, slots, None, "silu")[0]) and torch.equal(dh, of_d)
     assert gemms.low == (["down_backward_pairs", "pairs"] if paired else ["down_backward"] * 2)
+    gathering.layer_config.cache_clear()
+
+
+@pytest.mark.parametrize("layout, low_rank", [(LAYOUTS[1], False), *((layout, True) for layout in LAYOUTS)], ids=str)
+def test_a_gemm_that_could_gather_was_given_gathered_rows(gemms, many_rows, monkeypatch, layout, low_rank):
+    """Pairs of gate and up, and every gate and up with a second pair."""
+    monkeypatch.setattr(gathering.hopper_tiles, "up_forms_pairs", lambda ffn, glu: True)
+    gathering.layer_config.cache_clear()
+    x, w1, t, b2, sizes = inputs(torch.bfloat16, "cpu", [3, 0, 9, 4], 24, 40, 8, behind=0)
+    plan = RoutingPlan.from_experts(torch.randint(0, 4, (8, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(1)), 4)
+    tokens, sizes, slots = x[:8], plan.padded_counts_E, plan.slot_of_row_P
+    rows = GatheredRows(tokens, plan.slot_map)
+    low = LowRank(t, b2, None if layout.is_paired else b2.flip(0)) if low_rank else None
+    lies = w1 if layout.up_transposed else w1.mT.contiguous().mT
+    expected = grouped(rows_of(tokens, slots, 2), w1, sizes) + (grouped(t, b2, sizes) if low_rank else 0)
+    expected = expected.bfloat16()
+    if layout.is_paired:
+        call = HOPPER.up_pairs_low_rank if low_rank else HOPPER.up_pairs
+        got = call(rows, lies.mT, None, sizes, "silu", True, *([low] if low_rank else []))[1]
+    else:
+        got = HOPPER.up_low_rank(rows, lies.mT, lies.flip(0).mT, None, None, sizes, "silu", True, low)[1]
+    assert torch.equal(got, expected) and gemms.gathers == [True] and not rows.are_gathered
     gathering.layer_config.cache_clear()
 
 
@@ -355,6 +401,46 @@ def test_gate_and_up_of_two_pairs_in_one_gemm(on_hopper, ffn, hidden, rank, acti
 
 
 @pytest.mark.gpu
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
+@pytest.mark.parametrize("pairs", [False, True], ids=["apart", "pairs"])
+@pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000, 3], [0, 9, 0]], ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
+@pytest.mark.parametrize("hidden, ffn, top_k, rank", [(136, 72, 1, 80), (8, 264, 2, 8), (520, 136, 3, 64), (2056, 1032, 8, 24)], ids=str)
+def test_lines_of_tokens_before_a_second_pair(on_hopper, hidden, ffn, top_k, rank, sizes, pairs, dtype):
+    """The bits of rows gathered before, with slots of no token, lines of the next group or of none, and tiles in any order."""
+    x, w1, t, b2, on_device = inputs(dtype, DEVICE, sizes, hidden, ffn * (2 if pairs else 1), rank, behind=40)
+    rows, total, guard = sum(sizes), x.size(0), 300
+    tokens = x[:-(-total // top_k)]
+    slots = torch.randperm(tokens.size(0) * top_k, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))[:total].int()
+    slots[::17], slots[rows:] = -1, -2
+    gathered = torch.where((torch.arange(total, device=DEVICE) < rows).unsqueeze(1), rows_of(tokens, slots, top_k), float("nan"))
+    t[rows:] = float("nan")
+    bias = exact_inputs.exact_values(len(sizes), 2 * ffn, dtype=dtype, device=DEVICE, seed=9)
+
+    def results(config, along_f, second, *of):
+        around = [torch.full((total + 2 * guard, columns), 7.0, dtype=dtype, device=DEVICE)
+                  for columns in ((ffn, 2 * ffn) if pairs else (ffn, ffn, ffn))]
+        inner = [each[guard:-guard] for each in around]
+        lie = (lambda b: b.mT) if along_f else (lambda b: b.mT.contiguous())
+        exact_inputs.poison(DEVICE)
+        if pairs:
+            hopper.launch_up_pairs(config, *of, lie(w1), bias, on_device, "silu", *inner, *((t, lie(b2)) if second else ()))
+        else:
+            further = (t, lie(b2), lie(b2.flip(0))) if second else ()
+            hopper.launch_up(config, *of, lie(w1), lie(w1.flip(0)), on_device, "silu", *inner, *further)
+        assert all(bool((each[:guard] == 7).all() & (each[guard + rows:] == 7).all()) for each in around)
+        return [each[:rows] for each in inner]
+
+    for second, along_f in itertools.product((False, True), (True,) if pairs else (False, True)):
+        want = results(GemmConfig(WIDE, cluster_n=2), along_f, second, gathered, None, 1)
+        for config in (GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True),
+                       GemmConfig(WIDE, cluster_n=2, panel=3, even_panels=True),
+                       GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True, most_ahead=1)):
+            got = results(config, along_f, second, tokens, slots, top_k)
+            assert all(map(torch.equal, got, want)), (config, along_f, second)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("b2_lies", LIES)
 @pytest.mark.parametrize("lies", ["as it is", "transposed"])
 def test_the_engines_gate_and_up(on_hopper, lies, b2_lies):
@@ -458,6 +544,6 @@ def test_a_second_pair_that_does_not_fit_is_refused(on_hopper):
                              ((a2, b2.mT.contiguous(), b2.mT.contiguous()[:, :8]), r"expected v2 .* 64 columns .*, got \[1,8,16\]")):
         with pytest.raises(RuntimeError, match="hopper_up_glu: " + message):
             hopper.launch_up(GemmConfig(WIDE), a, None, 1, *weights, sizes, "silu", *outs, *further)
-    with pytest.raises(RuntimeError, match="hopper_up_glu: expected rows that are gathered"):
+    with pytest.raises(RuntimeError, match="hopper_up_glu: expected v1, and rows in memory or CTAs in pairs"):
         hopper.launch_up(GemmConfig(WIDE), a, torch.arange(8, device=DEVICE).int(), 1, *weights, sizes, "silu", *outs, a2,
                          *[b2.mT.contiguous()] * 2)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gbmoe
 from gbmoe import ExpertLora, LoraFactors, WeightLayout, launch, programs
+from gbmoe.engines.base import GatheredRows
 from gbmoe.engines.reference import Reference
 from gbmoe.lora_factors import joined_operands
 from gbmoe.testing import exact_inputs
@@ -157,6 +158,28 @@ def test_experts_without_a_gate(device):
 
 def test_frozen_weights(device):
     check(SEPARATE, device, torch.float64, frozen=("w1", "w2", "v1"))
+
+
+@pytest.mark.parametrize("layout, frozen, expected", [
+    (SEPARATE, (), ["u", 1, "v", 3]), (PAIRED, (), ["u", 1, "v", 2]), (SEPARATE, ("w2.a0",), ["u", 1, "v", 2]),
+    (SEPARATE, ("w2.b0",), ["u", 0, "v", 3]), (SEPARATE, ("w1.b0", "v1.b0"), ["u", 1, "v", 1]),
+    (SEPARATE, ("x", "w1.a0", "v1.a0"), ["u", 1])])
+def test_what_reads_the_same_rows_was_asked_for_apart(monkeypatch, layout, frozen, expected):
+    """u with dB2, and v with dB1 and dA2, as far as they are wanted; without v these gradients are by themselves."""
+    calls, make = [], Reference.rank_product_and_gradients
+
+    def spied(self, product, gradients, sizes):
+        calls.extend(("u" if isinstance(product.a, GatheredRows) else "v", len(gradients)))
+        rights = [gradient.right for gradient in gradients]
+        if calls[-2] == "u":
+            assert all(right is product.a for right in rights)
+        elif len(rights) > 1:
+            assert rights[0] is product.a and rights[1] is (product.a2 if layout is SEPARATE else rights[-1])
+        return make(self, product, gradients, sizes)
+
+    monkeypatch.setattr(Reference, "rank_product_and_gradients", spied)
+    check(layout, torch.device("cpu"), torch.float64, "reference", frozen=("w1", "w2", "v1", *frozen))
+    assert calls == expected
 
 
 def frozen_layer(experts=32, tokens=6, hidden=64, ffn=64, rank=8):

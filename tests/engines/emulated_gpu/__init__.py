@@ -22,6 +22,7 @@ from gbmoe import extension
 from tests import csrc_operators
 
 _HERE = Path(__file__).parent
+_RANGES = 10
 _DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 _STAND_INS = {"common.cuh": "common.cuh", "emulated_gpu.h": "emulated_gpu.h", "approximations.cuh": "approximations.cuh",
               "early_launch.cuh": "early_launch.cuh", "ptx.cuh": "tensor_core/ptx.cuh"}
@@ -85,26 +86,40 @@ class _FewRowsArguments(ctypes.Structure):
                 ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool), ("places", _Places)]
 
 
-class _ProductArguments(ctypes.Structure):
-    """low_rank::ProductArguments, field by field."""
-    _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool),
-                *((name, ctypes.c_int) for name in ("groups", "rows", "inner", "ranks", "pairs")), ("is_half", ctypes.c_bool),
+class _Rows(ctypes.Structure):
+    """low_rank::Rows, field by field."""
+    _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool), ("groups", ctypes.c_int), ("rows", ctypes.c_int),
+                ("is_half", ctypes.c_bool), ("top_k", ctypes.c_int), ("slots", ctypes.c_uint32), ("slot_of_row", ctypes.c_void_p)]
+
+
+class _Product(ctypes.Structure):
+    """low_rank::Product, field by field."""
+    _fields_ = [*((name, ctypes.c_int) for name in ("inner", "ranks", "pairs")), ("along_r", ctypes.c_bool), ("stages", ctypes.c_int),
                 ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("out", ctypes.c_void_p)]
 
 
-class _GradientArguments(ctypes.Structure):
-    """low_rank::GradientArguments, field by field."""
-    _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool),
-                *((name, ctypes.c_int) for name in ("groups", "rows", "ranks", "columns")), ("is_half", ctypes.c_bool),
-                ("top_k", ctypes.c_int), ("slots", ctypes.c_uint32), ("left", ctypes.c_void_p), ("right", ctypes.c_void_p),
-                ("slot_of_row", ctypes.c_void_p), ("out", ctypes.c_void_p), ("pitch_out", _Pitch)]
+class _Gradient(ctypes.Structure):
+    """low_rank::Gradient, field by field."""
+    _fields_ = [("ranks", ctypes.c_int), ("columns", ctypes.c_int), ("left", ctypes.c_void_p), ("right", ctypes.c_void_p),
+                ("out", ctypes.c_void_p), ("pitch_out", _Pitch)]
+
+    @classmethod
+    def of(cls, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> _Gradient:
+        assert right.dtype == left.dtype == out.dtype and out.data_ptr() % 16 == 0
+        return cls(out.size(1), out.size(2), left.data_ptr(), right.data_ptr(), out.data_ptr(), _Pitch.of(out))
+
+
+class _LowRankArguments(ctypes.Structure):
+    """low_rank::Arguments, field by field."""
+    _fields_ = [("rows", _Rows), ("share", ctypes.c_uint64), ("product", _Product), ("gradients", _Gradient * 3),
+                ("stages_of_gradients", ctypes.c_int), ("gradient_tiles", ctypes.c_int)]
 
 
 class _Run(ctypes.Structure):
     """emulated_gpu::Run, field by field."""
     _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("large_memory", ctypes.c_int), ("seed", ctypes.c_uint),
                 ("ranges", ctypes.c_int),
-                ("begin", ctypes.c_size_t * 4), ("end", ctypes.c_size_t * 4)]
+                ("begin", ctypes.c_size_t * _RANGES), ("end", ctypes.c_size_t * _RANGES)]
 
 
 class Kernels:
@@ -145,6 +160,19 @@ def _pointers(*tensors):
     return tuple(None if t is None else t.data_ptr() for t in tensors)
 
 
+def low_rank_arguments(sizes, rows, slot_of_row, top_k, product, gradients):
+    """(low_rank::Arguments, the most ranks) of csrc/low_rank/'s operators, as `operators` has them."""
+    wide = gradients[0][1] if product is None else product[0]
+    of_rows = _Rows(sizes.data_ptr(), sizes.dtype == torch.int64, sizes.numel(), rows, wide.dtype == torch.float16, top_k,
+                    wide.size(0) * top_k, None if slot_of_row is None else slot_of_row.data_ptr())
+    arguments = _LowRankArguments(rows=of_rows, gradients=(_Gradient * 3)(*(_Gradient.of(*gradient) for gradient in gradients)))
+    if product is not None:
+        a, b, a2, b2, along_r, out = product
+        arguments.product = _Product(a.size(1), out.size(1), 1 if a2 is None else 2, along_r, 0, _pointers(a, a2), _pointers(b, b2),
+                                     _Pitch.of(b), out.data_ptr())
+    return arguments, max(out.size(-1 if out.dim() == 2 else 1) for out in (*(product or ())[5:], *(made for *_, made in gradients)))
+
+
 @contextlib.contextmanager
 def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: bool, seed: int = 0) -> Iterator[None]:
     """Within it, torch.ops.gbmoe_cuda.tensor_core_*, few_rows_* and rank_* take tensors on the CPU.
@@ -165,7 +193,8 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
         library = kernels.library(function, _DTYPES.index(dtype))
         begin = [t.data_ptr() for t in reads if t is not None]
         end = [_end(t, places if t.dim() == 3 else ()) for t in reads if t is not None]
-        run = _Run(ctas, late_copies, large_memory, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
+        ranges = ctypes.c_size_t * _RANGES
+        run = _Run(ctas, late_copies, large_memory, seed, len(begin), ranges(*begin), ranges(*end))
         found = getattr(library, function)(*leading, ctypes.byref(of), ctypes.byref(run))
         assert found, "there is no such instance"
         assert library.failure() is None, library.failure().decode()
@@ -216,28 +245,30 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
                       activation=_Activation.of(activation), places=_Places.of(places, groups_of(sizes)), **slots)
         call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), transposed, v1 is not None or paired, of=of, reads=(x, w1, v1), places=places)
 
-    def of_sizes(sizes, rows):
-        return {"sizes": sizes.data_ptr(), "sizes_are_int64": sizes.dtype == torch.int64, "groups": sizes.numel(),
-                "is_half": rows.dtype == torch.float16}
+    def low_rank(sizes, rows, slot_of_row, top_k, product, gradients):
+        """`product` is (a, b, a2, b2, along_r, out) or None, and each of the gradients (left, right, out)."""
+        arguments, ranks = low_rank_arguments(sizes, rows, slot_of_row, top_k, product, gradients)
+        wide = gradients[0][1] if product is None else product[0]
+        reads = [*(product[:4] if product else ()), *(t for left, right, _ in gradients for t in (left, right))]
+        call("low_rank", wide.dtype, ranks, of=arguments, reads=reads)
 
-    def rank_product(a, b, a2, b2, sizes, along_r, out):
-        of = _ProductArguments(**of_sizes(sizes, a), rows=out.size(0), inner=a.size(1), ranks=out.size(1), pairs=1 if a2 is None else 2,
-                               a=_pointers(a, a2), b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=out.data_ptr())
-        call("rank_product", a.dtype, along_r, of=of, reads=(a, b, a2, b2))
+    def rank_product(a, slot_of_row, top_k, b, a2, b2, sizes, along_r, out):
+        low_rank(sizes, out.size(0), slot_of_row, top_k, (a, b, a2, b2, along_r, out), [])
 
     def rank_gradient(left, right, slot_of_row, top_k, sizes, out):
-        of = _GradientArguments(**of_sizes(sizes, left), rows=left.size(0), ranks=out.size(1), columns=out.size(2), top_k=top_k,
-                                slots=right.size(0) * top_k, left=left.data_ptr(), right=right.data_ptr(),
-                                slot_of_row=None if slot_of_row is None else slot_of_row.data_ptr(), out=out.data_ptr(),
-                                pitch_out=_Pitch.of(out))
-        call("rank_gradient", left.dtype, of=of, reads=(left, right))
+        low_rank(sizes, left.size(0), slot_of_row, top_k, None, [(left, right, out)])
+
+    def rank_product_and_gradients(a, slot_of_row, top_k, b, a2, b2, sizes, along_r, out, *gradients):
+        of_three = zip(gradients[::3], gradients[1::3], gradients[2::3])
+        given = [gradient for gradient in of_three if gradient[0] is not None]
+        low_rank(sizes, out.size(0), slot_of_row, top_k, (a, b, a2, b2, along_r, out), given)
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
     try:
         functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up, "few_rows_gemm": few_rows_gemm,
                      "few_rows_linear": few_rows_linear, "few_rows_up": few_rows_up, "rank_product": rank_product,
-                     "rank_gradient": rank_gradient}
+                     "rank_gradient": rank_gradient, "rank_product_and_gradients": rank_product_and_gradients}
         schemas = csrc_operators.schemas()
         for name in functions:
             if not hasattr(torch.ops.gbmoe_cuda, name):

@@ -38,6 +38,8 @@ struct float4 { float x, y, z, w; };
 namespace emulated_gpu {
 
 constexpr uint32_t kSharedBytes = 1 << 18;
+constexpr int kMostRanges = 10;
+inline uint32_t shared_limit = kSharedBytes;  // what a CTA of the launch has
 constexpr int kMostWords = 12;  // that a lane gives to the others at once
 
 struct Copy {
@@ -69,7 +71,7 @@ struct Run {
   int ctas, late_copies, large_memory;
   unsigned seed;
   int ranges;
-  uintptr_t begin[4], end[4];
+  uintptr_t begin[kMostRanges], end[kMostRanges];
 };
 
 struct Cta {
@@ -155,7 +157,7 @@ inline void check_read(const void* from) {
 
 inline void write(const Copy& copy) {
   if (copy.to % 16) fail("cp.async: addresses that are not aligned");
-  if (copy.to + 16 > kSharedBytes) fail("cp.async: beyond the shared memory");
+  if (copy.to + 16 > shared_limit) fail("cp.async: beyond the shared memory");
   if (copy.exists) check_read(copy.from);
   if (copy.exists) std::memcpy(shared_memory + copy.to, copy.from, 16);
   else std::memset(shared_memory + copy.to, 0, 16);

@@ -1,8 +1,7 @@
 // The instances of the kernels in csrc/tensor_core/ and csrc/low_rank/ that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
 // It compiles this file once for each function that is called (EMULATED_rows, ...) and each dtype that it is called with (DTYPE).
 
-#include "csrc/low_rank/rank_gradient.cuh"
-#include "csrc/low_rank/rank_product.cuh"
+#include "csrc/low_rank/low_rank_kernel.cuh"
 #include "csrc/tensor_core/few_rows.cuh"
 #include "csrc/tensor_core/grouped_gemm.cuh"
 
@@ -190,38 +189,34 @@ thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];
 
 namespace {
 
-template <typename Traits> void launch(const ProductArguments& args, emulated_gpu::Run run) {
-  run.ctas = args.rows / Traits::kTileRows + std::min(args.groups, args.rows);
-  emulated_gpu::launch(run, kThreads, shared_bytes, [&] { rank_product_kernel<Traits>(args); });
-}
-template <typename Traits> void launch(const GradientArguments& args, emulated_gpu::Run run) {
-  run.ctas = args.groups * ceil_div(args.columns, Traits::kColumns);
-  emulated_gpu::launch(run, kThreads, shared_bytes, [&] { rank_gradient_kernel<Traits>(args); });
-}
-
-template <typename F> bool with_ranks(int ranks, const F& f) {
-  if (ranks <= 16) f(std::integral_constant<int, 16>());
-  else if (ranks <= 32) f(std::integral_constant<int, 32>());
-  else f(std::integral_constant<int, 64>());
-  return ranks <= 64;
+// On a GPU of few multiprocessors, so that rings are shallow; or with large memory on one of as many as let them be deep.
+template <typename Traits> void launch(Arguments args, emulated_gpu::Run run) {
+  const Launch of = launch_of<Traits>(args, run.large_memory ? 1 << 20 : 1, 228 << 10);
+  run.ctas = static_cast<int>(of.ctas);
+  emulated_gpu::shared_limit = of.shared_bytes;
+  emulated_gpu::launch(run, kThreads, shared_bytes, [&] { low_rank_kernel<Traits>(args); });
+  emulated_gpu::shared_limit = emulated_gpu::kSharedBytes;  // of all kernels: libraries share inline variables
 }
 
 }  // namespace
 
 extern "C" {
 
-#ifdef EMULATED_rank_product
-bool rank_product(bool along_r, const ProductArguments* args, const emulated_gpu::Run* run) {
-  return with_ranks(args->ranks, [&](auto ranks) {
-    if (along_r) launch<ProductTraits<ranks.value, false>>(*args, *run);
-    else launch<ProductTraits<ranks.value, true>>(*args, *run);
-  });
+#ifdef EMULATED_low_rank
+bool low_rank(int ranks, const Arguments* args, const emulated_gpu::Run* run) {
+  if (ranks <= 16) launch<Traits<16>>(*args, *run);
+  else if (ranks <= 32) launch<Traits<32>>(*args, *run);
+  else launch<Traits<64>>(*args, *run);
+  return ranks <= 64;
 }
-#endif
 
-#ifdef EMULATED_rank_gradient
-bool rank_gradient(const GradientArguments* args, const emulated_gpu::Run* run) {
-  return with_ranks(args->ranks, [&](auto ranks) { launch<GradientTraits<ranks.value>>(*args, *run); });
+// (CTAs, shared memory of each, stages of products, and of gradients).
+void low_rank_launch(int ranks, const Arguments* args, int multiprocessors, int multiprocessor_bytes, int64_t* found) {
+  Arguments of = *args;
+  const Launch launch = ranks <= 16 ? launch_of<Traits<16>>(of, multiprocessors, multiprocessor_bytes)
+                      : ranks <= 32 ? launch_of<Traits<32>>(of, multiprocessors, multiprocessor_bytes)
+                                    : launch_of<Traits<64>>(of, multiprocessors, multiprocessor_bytes);
+  found[0] = launch.ctas, found[1] = launch.shared_bytes, found[2] = of.product.stages, found[3] = of.stages_of_gradients;
 }
 #endif
 

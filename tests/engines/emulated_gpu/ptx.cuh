@@ -37,7 +37,7 @@ inline uint4 load_once_16(const void* from) {
 
 template <typename T> T at(uint64_t address) {
   T value;
-  if (address + sizeof(T) > emulated_gpu::kSharedBytes) emulated_gpu::fail("a read beyond the shared memory");
+  if (address + sizeof(T) > emulated_gpu::shared_limit) emulated_gpu::fail("a read beyond the shared memory");
   std::memcpy(&value, emulated_gpu::shared_memory + address, sizeof(T));
   return value;
 }
