@@ -218,15 +218,15 @@ class Engine(LowRankProducts):
         return self.product(ones_PB, bias_EBN, sizes_E, out=out_PN, accumulate=True)
 
     def bias_gradient(self, rows_PN: torch.Tensor, sizes_E: torch.Tensor, weights_P: torch.Tensor | None = None) -> torch.Tensor:
-        """out[e], [E,N]: the sum of e's rows, each times its weight where there are weights; a product with a column of weights or ones,
-        which sums in float32 and in a fixed order. What a weight loses in the rows' dtype is a second column."""
+        """out[e], [E,N]: the sum of e's rows, each times its weight where there are weights; rank_gradient with a column of weights or
+        ones, which sums in float32 and in a fixed order. What a weight loses in the rows' dtype is a second column."""
         left_PB = rows_PN.new_zeros(rows_PN.size(0), _ONES)
         if weights_P is None:
             left_PB[:, 0] = 1
-            return self.product(left_PB, rows_PN, sizes_E, trans_a=True)[:, 0].contiguous()
+            return self.rank_gradient(left_PB, rows_PN, sizes_E)[:, 0].contiguous()
         left_PB[:, 0] = weights_P
         left_PB[:, 1] = weights_P - left_PB[:, 0]
-        sums_EBN = self.product(left_PB, rows_PN, sizes_E, trans_a=True)
+        sums_EBN = self.rank_gradient(left_PB, rows_PN, sizes_E)
         return (sums_EBN[:, 0].to(accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
 
     # What a user is told (gbmoe/ops/expert_path.py), for those that override the methods above and below. `rows` is P.

@@ -214,7 +214,8 @@ def _wide_operand(rows: GatheredRows | torch.Tensor) -> tuple[torch.Tensor, torc
     if isinstance(rows, torch.Tensor):
         return aligned(rows), None, 1
     slot_of_row_P = _tokens_slots(rows)
-    return (aligned(rows.rows_PH()), None, 1) if slot_of_row_P is None else (aligned(rows.given), slot_of_row_P, rows.slots.top_k)
+    tokens_TN = rows.tokens_TH if slot_of_row_P is not None else None  # not `given`, which is in e4m3 where tokens came so
+    return (aligned(rows.rows_PH()), None, 1) if tokens_TN is None else (aligned(tokens_TN), slot_of_row_P, rows.slots.top_k)
 
 
 def _product_operands(product: RankProduct, sizes_E: torch.Tensor) -> tuple[tuple, torch.Tensor, torch.Tensor]:

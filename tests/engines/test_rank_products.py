@@ -12,7 +12,9 @@ import torch
 from gbmoe import engines
 from gbmoe.engines import own_kernels
 from gbmoe.engines.base import GatheredRows
+from gbmoe.engines.gathered_scaled_rows import GatheredScaledRows
 from gbmoe.engines.lora_products import RankGradient, RankProduct
+from gbmoe.launch import packed_rows
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import HALVES, assert_as_accurate_as, dtype_id
@@ -255,6 +257,19 @@ def test_rows_are_not_gathered_for_a_product_or_with_gradients(device, name, cal
     assert not x.are_gathered and calls == ["rank_product", "rank_product_and_gradients"]
     assert torch.equal(alone, engine.rank_product(rows, b, on_device)[:50]) and torch.equal(joint, alone) and bool(alone.any())
     assert torch.equal(out, engine.rank_gradient(left, rows, on_device)) and torch.equal(out2, engine.rank_gradient(left2, rows, on_device))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_that_came_in_e4m3_were_read_as_they_came(device, name):  # noqa: F811
+    """Rows that stand for packed ones: their tokens have the dtype of the rows, and what was given has bytes."""
+    engine, (x, _) = engine_named(name, device), gathered_later(device)
+    packed_TY = packed_rows.pack(x.tokens_TH.repeat(1, 2)[:, :128].contiguous(), False)
+    left, on_device = operands(torch.bfloat16, device, [30, 0, 20], 16)
+    b = drawn(3, 16, 128, dtype=torch.bfloat16, device=device, seed=6)
+    came, slots = GatheredScaledRows(x.slots, 128, torch.bfloat16, tokens_TY=packed_TY), x.slots.slot_of_row_P
+    gathered = came.tokens_TH[slots.clamp(min=0).long() // 2] * (slots >= 0).unsqueeze(1)
+    found = [(engine.rank_product(rows, b, on_device)[:50], engine.rank_gradient(left, rows, on_device)) for rows in (came, gathered)]
+    assert all(map(torch.equal, *found)) and bool(found[0][0].any())
 
 
 @pytest.mark.parametrize("name", ENGINES)
