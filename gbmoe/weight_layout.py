@@ -6,6 +6,7 @@ Shape suffixes: E experts, H hidden, F ffn hidden.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +138,14 @@ class WeightGradients:
 
     # Whether w1's and v1's may be made together, and written where they lie.
     takes_two = True
+
+    def are_large_for(self, a_PF: Any, experts: int) -> bool:
+        """Whether less memory is in use at a time if w2's is made after those of w1 and v1: all of these is allocated when a part of it is
+        first asked for, and a, [P,F], and w2's rows, [P,H], take no more than one of three. False for rows in float8."""
+        if not self._layout.is_combined or not isinstance(a_PF, torch.Tensor):
+            return False
+        (rows, ffn), one = a_PF.shape, math.prod(self._like["w2"][0])
+        return rows * (experts * ffn * ffn + one) <= experts * ffn * one
 
     def write(self, name: str, experts: Any, left_PF: Any, rows: Any, sizes_E: torch.Tensor, scale: float) -> None:
         """Have the engine `experts` make the gradient of w1, w2, v1 or "pairs", which is left.T @ rows of each expert. Here `scale` waits

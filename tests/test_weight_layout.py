@@ -1,4 +1,5 @@
 import itertools
+import weakref
 from functools import partial
 
 import pytest
@@ -146,3 +147,39 @@ def test_experts_of_every_layout(layout, gate, dtype, engine_on):
         separate = run_with(MEGABLOCKS, matrices)
         for one, other in zip(got, (*separate[:3], *(t for t in laid_out(layout, *separate[3:]) if t is not None))):
             assert layout.is_paired or torch.equal(one, other)  # of pairs, products have twice as many columns or terms
+
+
+@pytest.mark.parametrize("layout", [WeightLayout(), WeightLayout("gate_first", down_transposed=True), WeightLayout("interleaved", True)],
+                         ids=lambda layout: layout.code)
+@pytest.mark.parametrize("tokens, large", [(4, True), (40, False)])
+def test_one_gradient_of_gate_and_up_lay_next_to_w2s_while_both_were_made(monkeypatch, layout, tokens, large):
+    """Where it is large next to the rows, that of w2 is made last: then dh and dg, and the rows of x, are free again."""
+    made, rows_of_up = [], []
+
+    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
+        made.append("w2" if left_PF.size(1) == F and rows.rows_PH().equal(grad_TH[of_row]) else "up")
+        if made[-1] == "up":
+            rows_of_up.append(weakref.ref(left_PF))
+        elif large and layout.is_combined:
+            assert not any(of() is not None for of in rows_of_up)
+        return original(self, left_PF, rows, sizes_E, out_EFH)
+
+    engine = type(engines.ENGINES["reference"])
+    original = engine.weight_gradient
+    monkeypatch.setattr(engine, "weight_gradient", weight_gradient)
+    matrices = [torch.randn(E, F, H).requires_grad_() for _ in range(3)]
+    x, grad_TH = torch.randn(tokens, H).requires_grad_(), torch.randn(tokens, H)
+    plan = gbmoe.RoutingPlan.from_experts(torch.arange(tokens, dtype=torch.int32).unsqueeze(1) % E, E)
+    of_row = plan.slot_of_row_P.long()
+
+    def gradients(layout, w1, w2, v1):
+        weights = [None if w is None else w.detach().requires_grad_() for w in (w1, w2, v1)]
+        out = gbmoe.expert_mlp(x, plan, *weights, activation="silu", engine="reference", layout=layout)
+        return torch.autograd.grad(out, [x, *(w for w in weights if w is not None)], grad_TH)
+
+    got = gradients(layout, *laid_out(layout, *matrices))
+    ups = 1 if layout.is_paired else 2
+    assert made == (["up"] * ups + ["w2"] if large and layout.is_combined else ["w2"] + ["up"] * ups)
+    expected = gradients(WeightLayout(), *matrices)
+    for one, other in zip(got, (expected[0], *laid_out(layout, *expected[1:]))):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

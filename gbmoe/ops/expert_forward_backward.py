@@ -214,7 +214,8 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     - two [P,F], one [P,H] (two where an engine cannot accumulate into a product) and two weights' gradients;
     - one [P,F], one [P,H] and three weights' gradients, or two [P,F] and three weights' gradients where w1's and v1's are made in one GEMM
       that gathers, so that there is no [P,H] then. Where w1 and v1 are one parameter both gradients are there as soon as one is, and the
-      third moment has two [P,F].
+      third moment has two [P,F]; or it is the larger of three [P,F], two [P,H] and two weights' gradients, and of what it has where they
+      are apart, if a [P,F] and a [P,H] take no more than a weight's gradient: then w2's is the last to be made.
 
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
     moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two moments, and the [P,H] of the
@@ -257,27 +258,42 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
         if wanted.x:
             _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
         dh = dg = None
-    if wanted.w2:
+    for_w2 = None
+    if wanted.w2 and wanted.w1 and not t.gives_back_first and gradients.are_large_for(a_PF, sizes_E.numel()):
+        for_w2 = a_PF, dz
+    elif wanted.w2:
         gradients.write("w2", experts, a_PF, dz, sizes_E, left)
     del a_PF, dz, weights_TK
     if wanted.x and not t.gives_back_first:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
-    del dh, dg, second
+    of_up = [dh_PF, dg_PF]
+    del dh, dg, dh_PF, dg_PF, second
     weights.forget()
     if wanted.w1 or wanted.v1 or (low is not None and low.needs_rows_again):
-        x = experts.rows_for_weights(t.rows_again())
-        if low is not None:
-            low.make_up_a_gradient(experts, x, sizes_E)
-        both = wanted.w1 and wanted.v1 and gradients.takes_two
-        if both and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
-            experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E, gradients["w1"], gradients["v1"])
-        else:
-            if wanted.v1 and dg_PF is not None:
-                gradients.write("v1", experts, dg_PF, x, sizes_E, left)
-            del dg_PF
-            if wanted.w1:
-                gradients.write("pairs" if of_pairs else "w1", experts, dh_PF, x, sizes_E, left)
+        _make_up_gradients(t, experts, low, of_up, sizes_E, wanted, gradients, of_pairs, left)
+    if for_w2 is not None:
+        gradients.write("w2", experts, *for_w2, sizes_E, left)
     return left
+
+
+def _make_up_gradients(t: Transport, experts: Engine, low: LowRankPass | None, of_up: list, sizes_E: torch.Tensor, wanted: Gradients,
+                       gradients: WeightGradients, of_pairs: bool, scale: float) -> None:
+    """The gradients of w1 and v1, and of the adapter that they share. Takes dh and dg, [P,F], or pairs [P,2F] and None, out of `of_up`, so
+    that each is free again as soon as it has been used."""
+    dh_PF, dg_PF = of_up
+    of_up.clear()
+    x = experts.rows_for_weights(t.rows_again())
+    if low is not None:
+        low.make_up_a_gradient(experts, x, sizes_E)
+    both = wanted.w1 and wanted.v1 and gradients.takes_two
+    if both and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
+        experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E, gradients["w1"], gradients["v1"])
+        return
+    if wanted.v1 and dg_PF is not None:
+        gradients.write("v1", experts, dg_PF, x, sizes_E, scale)
+    del dg_PF
+    if wanted.w1:
+        gradients.write("pairs" if of_pairs else "w1", experts, dh_PF, x, sizes_E, scale)
 
 
 def _down_backward(experts: Engine, weights: Weights, dz: GatheredRows, w2, sizes_E: torch.Tensor, saved: Saved,

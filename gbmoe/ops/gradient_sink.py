@@ -131,6 +131,9 @@ class SunkGradients(WeightGradients):
         self._sink = sink
         self._sunk: set[str] = set()
 
+    def are_large_for(self, a_PF: Any, experts: int) -> bool:
+        return False  # their memory is the caller's
+
     def _parameter(self, name: str) -> Any:
         self._sunk.add(name)
         return self._sink[name]
