@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -38,6 +37,7 @@ from gbmoe import engines
 from gbmoe._checks import FLOATING, require
 from gbmoe._torch_names import wraps_tensors
 from gbmoe.compat._peft_factors import lora_of, original, register_with_peft, take_factors_of_peft
+from gbmoe.compat._uncalled_experts import uncalled, warn, warn_of_built_models
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.lora_factors import ExpertLora, LoraFactors, joined_operands
 from gbmoe.lora_of_peft import may_have_changes
@@ -52,6 +52,7 @@ __all__ = ["experts_forward", "fused_function", "register", "uncalled"]
 
 _NAME = 'experts_implementation="gbmoe"'
 _DEFAULT = "grouped_mm"  # what transformers takes where no implementation is named
+_DEFAULT_OF_DECODING = "batched_mm"  # what `generate` puts in its place for decode steps, except on a CPU
 # Biases are added by a product with a matrix of ones, of this many columns, because engines need rows of multiples of 16 bytes.
 _BIAS_WIDTH = 8
 
@@ -62,8 +63,10 @@ def register(fp8_recipe: Float8BlockScaling | None = None, *, as_default: bool =
     Args:
         fp8_recipe: add "gbmoe_float8" as well, which computes products of rows as the recipe says. A later call with another recipe
             takes its place.
-        as_default: models that name no implementation take it too, and so do models that name "grouped_mm", transformers' default; with
-            the recipe if there is one. For programs that nobody edits see `python -m gbmoe transformers`.
+        as_default: models that name no implementation take it too, and so do models that name "grouped_mm", transformers' default, or
+            "batched_mm", which `generate` puts in its place to decode on a GPU (not in torch.export, for which transformers' exporters
+            choose it); with the recipe if there is one. A warning names the modules of models built later that call no
+            implementation, once for each reason. For programs that nobody edits see `python -m gbmoe transformers`.
         model: a loaded model. A warning names its modules that call no implementation, whatever is set (see `uncalled`).
 
     Raises:
@@ -71,7 +74,7 @@ def register(fp8_recipe: Float8BlockScaling | None = None, *, as_default: bool =
     """
     try:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
-        from transformers.integrations.moe import ExpertsInterface
+        from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
     except ImportError as error:
         raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
     register_with_peft()
@@ -84,31 +87,20 @@ def register(fp8_recipe: Float8BlockScaling | None = None, *, as_default: bool =
         ExpertsInterface.register("gbmoe_float8", default)
     if as_default:
         ExpertsInterface.register(_DEFAULT, default)
+        ExpertsInterface.register(_DEFAULT_OF_DECODING, _unless_exported(default, batched_mm_experts_forward))
+        warn_of_built_models()
     # Float8 experts use a table of their own. The function is registered there too, so that it can say why it does not take them.
     FP8ExpertsInterface.register("gbmoe", experts_forward)
     missed = {} if model is None else uncalled(model)
-    if missed:
-        names = ", ".join([*list(missed)[:3], *(["..."] if len(missed) > 3 else [])])
-        warnings.warn(f"gbmoe.compat.transformers.register: {len(missed)} modules of {type(model).__name__} will not be computed by gbmoe"
-                      f" ({names}): {next(iter(missed.values()))}", stacklevel=2)
+    if model is not None and missed:
+        warn(model, missed, stacklevel=2)
 
 
-def uncalled(model: torch.nn.Module) -> dict[str, str]:
-    """The modules of experts of a loaded model that gbmoe will not compute, by their names, with the reason: classes that call no
-    implementation (Llama-4's, which take the setting and ignore it), experts that are modules of their own, and quantised ones."""
-    found = {}
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
-            up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
-            up = getattr(up, "_local_tensor", up)  # FSDP gives forward the whole of its DTensors
-            if not isinstance(up, torch.Tensor) or up.dtype not in FLOATING or wraps_tensors(up):
-                found[name] = f"{kind} has quantised weights"
-        elif isinstance(module, torch.nn.ModuleList) and name.rpartition(".")[2] == "experts":
-            found[name] = "its experts are modules of their own, which call no implementation"
-        elif re.search(r"Experts$", kind) and any(p.dim() == 3 for p in module.parameters(recurse=False)):
-            found[name] = f"{kind} computes them itself, whatever implementation is set"
-    return found
+def _unless_exported(function: Callable, own: Callable) -> Callable:
+    """`function`, and transformers' `own` in torch.export, whose targets (ONNX Runtime, ExecuTorch) know no operators of gbmoe."""
+    def forward(self, *args, **kwargs):
+        return (own if torch.compiler.is_exporting() else function)(self, *args, **kwargs)
+    return forward
 
 
 def _why_not_importable(error: ImportError) -> str:

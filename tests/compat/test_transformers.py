@@ -6,11 +6,13 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 import types
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbmoe
 from gbmoe import Float8BlockScaling, engines
-from gbmoe.compat import transformers as adapter
+from gbmoe.compat import _uncalled_experts, transformers as adapter
 from gbmoe.testing import accuracy, exact_inputs
 from tests import rank_groups
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
@@ -432,16 +434,19 @@ def test_gates_of_models_are_those_that_they_are_taken_for(owner, device):
 
 
 def test_every_gate_of_a_model_is_known_or_documented():
-    """A release with another gate function shows here: it is computed, but not fused, until it is in the table or on the page."""
-    folder = Path(transformers.__file__).parent / "models"
-    page = (Path(__file__).parents[2] / "docs/switching/transformers.md").read_text()
-    for source in folder.glob("*/modeling_*.py"):
+    """A release with another gate function shows here: it is computed, but not fused, until it is in the table or in the page's row of
+    those. A class that never calls the implementation belongs in another row."""
+    composed = set.union(*(names for names, computed in rows_of_the_page() if computed.startswith("composed")))
+    never, seen = set(models_that_never_call()), 0
+    for source in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
         owner = None
         for line in source.read_text().splitlines():
             if line.startswith("class "):
                 owner = re.match(r"class (\w+)", line).group(1)
             if line.startswith("    def _apply_gate("):
-                assert owner in adapter._GATES or source.parent.name in page, source
+                seen += 1
+                assert owner in adapter._GATES or source.parent.name in composed | never, source
+    assert seen >= len(adapter._GATES) // 2
 
 
 def test_one_of_two_products_wanted_its_sizes_elsewhere(monkeypatch):
@@ -686,6 +691,66 @@ def test_a_program_that_nobody_edits_takes_it(value, expected, tmp_path):
     assert done.stdout.splitlines() == ["the hidden one", expected]
 
 
+@pytest.fixture
+def as_default(monkeypatch):
+    """register(as_default=True), undone after the test."""
+    monkeypatch.setattr(moe.ExpertsInterface, "_global_mapping", dict(moe.ExpertsInterface._global_mapping))
+    monkeypatch.setattr(transformers.PreTrainedModel, "post_init", transformers.PreTrainedModel.post_init)
+    monkeypatch.setattr(_uncalled_experts, "_told", set())
+    adapter.register(as_default=True)
+
+
+@pytest.mark.parametrize("named, while_decoding", [(None, "batched_mm"), ("gbmoe", "gbmoe")])
+def test_decode_steps_of_the_default_were_not_gbmoes(named, while_decoding, as_default, calls, monkeypatch):
+    # As `generate` asks the model for its device.
+    monkeypatch.setattr(transformers.OlmoeForCausalLM, "device", property(lambda self: SimpleNamespace(type="cuda")))
+    config = transformers.OlmoeConfig(**COMMON | MODELS["olmoe"], experts_implementation=named)
+    model, before = transformers.OlmoeForCausalLM(config), "grouped_mm" if named is None else named
+    assert config._experts_implementation == before
+    with model._optimize_model_for_decode(), torch.no_grad():
+        assert config._experts_implementation == while_decoding
+        model(token_ids(2, 1))
+    assert calls.count == 2 and config._experts_implementation == before
+
+
+def test_what_exporters_choose_is_transformers_own_in_an_export(as_default):
+    experts, tensors = make_experts(torch.float32, "cpu"), inputs(torch.float32, "cpu")
+    experts.config._experts_implementation = "batched_mm"
+    assert "expert_mlp" in seen_operators(experts, *tensors)
+    graph = torch.export.export(experts, tensors).graph
+    targets = [str(node.target) for node in graph.nodes]
+    assert any("bmm" in target or "matmul" in target for target in targets)
+    assert not [target for target in targets if "gbmoe" in target]
+
+
+def test_a_model_whose_experts_never_call_the_default_was_built_without_a_word(as_default):
+    def llama4():
+        return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(
+            **COMMON, intermediate_size=16, intermediate_size_mlp=16, num_local_experts=2, head_dim=8, interleave_moe_layer_step=1))
+    adapter.register(as_default=True)  # which wrapped nothing twice
+    with pytest.warns(UserWarning, match="2 modules of Llama4TextModel will not be computed by gbmoe") as warned:
+        llama4()
+    assert len([each for each in warned if "gbmoe" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gbmoe")
+        llama4()
+        transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON | MODELS["olmoe"]))
+
+
+@pytest.mark.parametrize("model_type", ["olmoe", "gpt_oss"])
+def test_a_line_of_the_configuration_file_names_it(model_type, calls, tmp_path):
+    model = build(model_type, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    assert not [key for key in written if "experts_implementation" in key]  # transformers does not write it
+    for line, count in (({}, 0), ({"experts_implementation": "gbmoe"}, 2)):
+        path.write_text(json.dumps({**written, **line}))
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        loaded(token_ids(1, 5))
+        assert calls.count == count
+
+
 def test_experts_of_computed_weights_were_composed():
     """A parametrization of a matrix, as PEFT makes one for LoRA on experts, was taken for a parameter of something else; and each class
     that torch makes for it was kept."""
@@ -717,6 +782,72 @@ def test_modules_that_will_not_call_it_are_named():
     with pytest.warns(UserWarning, match="2 modules of ModuleDict will not be computed by gbmoe .b, experts.: Llama4TextExperts computes"):
         adapter.register(model=model)
     assert adapter.uncalled(build("mixtral", dtype=torch.float32)) == {}
+
+
+def test_experts_in_module_dicts_and_matrices_of_all_experts_were_taken_for_called():
+    from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
+    from transformers.models.dbrx.modeling_dbrx import DbrxFFN
+    from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersExperts
+    dbrx = DbrxFFN(SimpleNamespace(hidden_size=8, d_model=8, ffn_config=DbrxFFNConfig(
+        ffn_hidden_size=8, moe_num_experts=2, moe_top_k=1, hidden_size=8)))
+    assert set(adapter.uncalled(dbrx)) == {"experts.mlp"}
+    for experts in (SwitchTransformersExperts(transformers.SwitchTransformersConfig(d_model=8, d_ff=8, num_experts=2)),
+                    NllbMoeExperts(transformers.NllbMoeConfig(d_model=8, num_experts=2), 8)):
+        assert set(adapter.uncalled(torch.nn.ModuleDict({"experts": experts}))) == {"experts"}
+        assert set(adapter.uncalled(experts)) == {""}
+
+
+def test_experts_that_are_embeddings_were_taken_for_called():
+    from transformers.models.doge.modeling_doge import DogeCDMoE
+    block = DogeCDMoE(transformers.DogeConfig(hidden_size=8, intermediate_size=8, num_experts=4, num_experts_per_tok=2, is_moe=True))
+    assert adapter.uncalled(torch.nn.ModuleDict({"mlp": block})) == {"mlp": "DogeCDMoE computes its experts itself, whatever implementation"
+                                                                     " is set"}
+
+
+def test_shared_experts_and_lists_of_experts_that_call_it_are_not_named():
+    class SomeSharedExperts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up_proj = torch.nn.Parameter(torch.empty(2, 8, 8))
+
+    calling = torch.nn.ModuleList([make_experts(torch.float32, "cpu")])
+    assert adapter.uncalled(torch.nn.ModuleDict({"experts": calling, "shared_experts": SomeSharedExperts()})) == {}
+
+
+def models_that_never_call():
+    """Types of models whose experts call no implementation: classes by whose names they hold experts, without the decorator."""
+    for source in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        lines = source.read_text().splitlines()
+        for number, line in enumerate(lines):
+            kind = re.match(r"class (\w*(?:(?<!Shared)Experts|CDMoE|NaiveMoe))\(", line)
+            if kind is None:
+                continue
+            above = number
+            while above and not lines[above - 1].startswith("class ") and lines[above - 1].strip():
+                above -= 1
+            base = re.search(r"\((\w+)\):", line)
+            inherits = base is not None and base.group(1).endswith(("Experts", "NaiveMoe"))
+            if not inherits and not any("use_experts_implementation" in text for text in lines[above:number]):
+                yield source.parent.name
+
+
+def rows_of_the_page():
+    """Of the table of models: their names in each row, and how it is computed."""
+    page = (Path(__file__).parents[2] / "docs/switching/transformers.md").read_text()
+    table = page.partition("## Which models take the fused way")[2]
+    return [(set(re.findall(r"\w+", cells[1])), cells[2].strip()) for cells in (line.split("|") for line in table.splitlines())
+            if len(cells) == 4]
+
+
+def test_models_that_never_call_it_were_said_to_be_composed():
+    by_the_model = [names for names, computed in rows_of_the_page() if computed.startswith("by the model")]
+    others = [names for names, computed in rows_of_the_page() if not computed.startswith("by the model")]
+    assert len(by_the_model) == 1 and len(others) > 4
+    never = set(models_that_never_call())
+    assert {"llama4", "longcat_flash"} <= never
+    assert never <= by_the_model[0], never - by_the_model[0]
+    assert not never & set.union(*others), never & set.union(*others)
 
 
 STARTUP = Path(adapter.__file__).parent / "startup"
