@@ -59,6 +59,7 @@ class Adapters(torch.nn.ModuleDict):
         super().__init__()
         self.active: tuple[str, ...] = ()
         self.merged: tuple[str, ...] = ()
+        self.merged_factors: dict[str, list[int]] = {}  # of each merged adapter, how often its factors had been written by then
 
     def adapter(self, name: str) -> Adapter:
         """The one of this name, which is there."""
@@ -127,12 +128,14 @@ def add_adapter(model: torch.nn.Module, name: str, *, rank: int, alpha: float | 
         (True, torch.Size([4, 64, 8]))
     """
     layers = _layers(model, "add_adapter")
-    require(isinstance(name, str) and name != "" and "." not in name and not hasattr(torch.nn.ModuleDict, name), "add_adapter", "name",
+    require(isinstance(name, str) and name != "" and "." not in name and not hasattr(Adapters(), name), "add_adapter", "name",
             "a name without dots that torch.nn.ModuleDict takes", repr(name))
     require(rank >= 1, "add_adapter", "rank", "at least 1", rank)
     require(len(targets) > 0 and set(targets) <= {"w1", "v1", "w2"}, "add_adapter", "targets", "some of w1, v1 and w2", list(targets))
     for path, experts in layers:
         _require_possible(path, experts, name)
+    require(set(targets) != {"v1"} or any(experts.args.mlp_type == "glu" for _, experts in layers), "add_adapter", "targets",
+            "a matrix that some layer has", "v1 alone, and no layer has a gate")
     parameters = []
     scale = 1.0 if alpha is None else alpha / (math.sqrt(rank) if rank_stabilised else rank)
     for _, experts in layers:
@@ -206,15 +209,26 @@ def merge_adapters(model: torch.nn.Module) -> None:
             if name not in adapters.merged:
                 _add(path, experts, adapters.adapter(name), 1.0)
                 adapters.merged += (name,)
+                adapters.merged_factors[name] = _versions(adapters.adapter(name))
 
 
 @torch.no_grad()
 def unmerge_adapters(model: torch.nn.Module) -> None:
-    """Subtract the changes of merged adapters from the weights, in place. Errors are those of merge_adapters."""
-    for path, experts, adapters in _adapters(model, "unmerge_adapters"):
+    """Subtract the changes of merged adapters from the weights, in place. Errors are those of merge_adapters, and ValueError where an
+    adapter's factors have been written since it was merged: what they are now is not what was added."""
+    layers = list(_adapters(model, "unmerge_adapters"))
+    for path, _, adapters in layers:
+        for name in adapters.merged:
+            same = _versions(adapters.adapter(name)) == adapters.merged_factors[name]
+            require(same, "unmerge_adapters", f"'{path}.{name}'", "factors that have not been written since they were merged", "others")
+    for path, experts, adapters in layers:
         for name in adapters.merged:
             _add(path, experts, adapters.adapter(name), -1.0)
         adapters.merged = ()
+
+
+def _versions(adapter: Adapter) -> list[int]:
+    return [parameter._version for parameter in adapter.parameters()]
 
 
 def _add(path: str, experts: ExpertWeights, adapter: Adapter, sign: float) -> None:
@@ -247,9 +261,12 @@ def load_adapter_state_dict(model: torch.nn.Module, name: str, state: dict[str, 
     """Load what adapter_state_dict gave, into an adapter with the same ranks and targets; its name may be another one.
 
     Raises:
-        ValueError: for a name that no layer has, and where keys differ.
+        ValueError: for a name that no layer has, where keys differ, and while the adapter is merged.
         RuntimeError: where shapes differ.
     """
+    for path, _, adapters in _adapters(model, "load_adapter_state_dict", (name,)):
+        require(name not in adapters.merged, "load_adapter_state_dict", f"'{path}.{name}'",
+                "an adapter that is not merged (unmerge_adapters)", "one whose change is in the weights")
     expected = adapter_state_dict(model, name)
     differing = sorted(expected.keys() ^ state.keys())
     require(not differing, "load_adapter_state_dict", "state", "the keys of adapter_state_dict", f"a difference in {differing[:3]}")

@@ -102,6 +102,39 @@ def test_merged_adapters_were_added_twice():
     assert accuracy.relative_error(merged(x), expected) < 1e-12
 
 
+def test_factors_that_were_written_while_merged_were_subtracted_from_the_weights():
+    layer = make()
+    adapter = trained(layer, "task")
+    weights = {name: getattr(layer.experts.mlp, name).detach().clone() for name in ("w1", "v1", "w2")}
+    state = {key: torch.zeros_like(value) for key, value in gbmoe.adapter_state_dict(layer, "task").items()}
+    gbmoe.merge_adapters(layer)
+    with pytest.raises(ValueError, match="load_adapter_state_dict: 'experts.mlp.task': expected an adapter that is not merged"):
+        gbmoe.load_adapter_state_dict(layer, "task", state)
+    gbmoe.unmerge_adapters(layer)
+    assert all(torch.allclose(getattr(layer.experts.mlp, name), weight) for name, weight in weights.items())
+    gbmoe.load_adapter_state_dict(layer, "task", state)
+    gbmoe.merge_adapters(layer)
+    with torch.no_grad():
+        adapter.w1_a.add_(1.0)
+    with pytest.raises(ValueError, match="unmerge_adapters: 'experts.mlp.task': expected factors that have not been written since"):
+        gbmoe.unmerge_adapters(layer)
+
+
+@pytest.mark.parametrize("name", ["active", "merged", "training", "keys", "lora"])
+def test_names_of_attributes_were_no_value_errors(name):
+    layer = make()
+    with pytest.raises(ValueError, match="add_adapter: name: expected a name without dots"):
+        gbmoe.add_adapter(layer, name, rank=4)
+    assert layer.experts.mlp.adapters is None and layer.experts.mlp.w1.requires_grad
+
+
+def test_an_adapter_without_a_matrix_froze_all_the_same():
+    layer = make(mlp_type="mlp")
+    with pytest.raises(ValueError, match="add_adapter: targets: expected a matrix that some layer has"):
+        gbmoe.add_adapter(layer, "task", rank=4, targets=["v1"])
+    assert layer.experts.mlp.w1.requires_grad
+
+
 def test_state_dicts_of_one_adapter_and_of_the_model():
     model, x = torch.nn.Sequential(make(), make(seed=1)), rows()
     gbmoe.add_adapter(model, "task", rank=4)

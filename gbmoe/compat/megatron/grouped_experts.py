@@ -5,12 +5,13 @@ Shape suffixes: R rows of the experts on this rank, E these experts, H hidden (t
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-from gbmoe._checks import require
+from gbmoe._checks import nearest, require
 from gbmoe.compat.megatron.experts_configuration import ADAPTER, configuration
 from gbmoe.compat.megatron.grouped_weights import GroupedWeights
 from gbmoe.float8 import Float8BlockScaling
@@ -121,3 +122,14 @@ class GroupedExperts(TEGroupedMLP):
 
 def _place(tensors: StackOrList | None) -> list[int]:
     return [each.data_ptr() for each in ((tensors,) if isinstance(tensors, torch.Tensor) else tensors or ())]
+
+
+_OPTIONS = tuple(name for name, parameter in inspect.signature(GroupedExperts.__init__).parameters.items()
+                 if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def require_options(function: str, options: dict[str, Any]) -> None:
+    """Raise TypeError for a keyword that GroupedExperts does not take, where it is given and not where layers are built."""
+    for name in options:
+        hint = "; with_gbmoe_experts takes it" if name == "whole_layer" else nearest(name, _OPTIONS)
+        require(name in _OPTIONS, function, "options", f"keywords of GroupedExperts, {', '.join(_OPTIONS)}", f"{name!r}{hint}", TypeError)

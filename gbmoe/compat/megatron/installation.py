@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
 from gbmoe.compat import transformer_engine as functions
-from gbmoe.compat.megatron.grouped_experts import GroupedExperts
+from gbmoe.compat.megatron.grouped_experts import GroupedExperts, require_options
 from gbmoe.compat.megatron.spec_provider import GbmoeSpecProvider
 
 # Megatron's name -> gbmoe's function of TransformerEngine's interface.
@@ -42,7 +42,11 @@ def install(*, experts: bool = True, permutation: bool = True, router: bool = Tr
         permutation: moe_permute_fusion is computed by gbmoe: fused_permute, fused_unpermute and their like, with and without padding.
         router: moe_router_fusion is computed by gbmoe: fused_topk_with_score_function and the two of the auxiliary loss.
         options: keywords of GroupedExperts.
+
+    Raises:
+        TypeError: for a keyword that GroupedExperts does not take. The whole layer is taken by with_gbmoe_experts alone.
     """
+    require_options("install", options)
     if experts:
         for provider in _providers():
             _take_experts(provider, options)

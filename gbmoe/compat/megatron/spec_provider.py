@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
 from gbmoe._checks import require
 from gbmoe.compat.megatron.experts_configuration import ADAPTER
-from gbmoe.compat.megatron.grouped_experts import GroupedExperts
+from gbmoe.compat.megatron.grouped_experts import GroupedExperts, require_options
 from gbmoe.compat.megatron.moe_layer import GbmoeMoELayer
 
 
@@ -20,10 +20,11 @@ class GbmoeSpecProvider:
 
     Args:
         fallback: LocalSpecProvider(), TESpecProvider() or another one; None for the first.
-        options: keywords of GroupedExperts.
+        options: keywords of GroupedExperts. TypeError for others.
     """
 
     def __init__(self, fallback: Any = None, **options: Any):
+        require_options("GbmoeSpecProvider", options)
         self._fallback = LocalSpecProvider() if fallback is None else fallback
         self._options = options
 
@@ -47,7 +48,9 @@ def with_gbmoe_experts(spec: Any, *, whole_layer: bool = False, **options: Any) 
 
     Raises:
         ValueError: where there are no MoE layers in it.
+        TypeError: for a keyword that GroupedExperts does not take.
     """
+    require_options("with_gbmoe_experts", options)
     replaced = _replaced(spec, partial(GroupedExperts, **options), whole_layer)
     require(replaced is not spec, ADAPTER, "spec", "one with MoESubmodules in it", spec)
     return replaced

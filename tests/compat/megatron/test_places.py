@@ -35,6 +35,15 @@ def test_specifications_that_exist_get_other_experts_and_stay_as_they_were(megat
         megatron.adapter.with_gbmoe_experts([1, "two"])
 
 
+@pytest.mark.parametrize("options, got", [({"whole_layer": True}, "'whole_layer'; with_gbmoe_experts takes it"), ({"engin": "torch"}, "'engin'")])
+def test_keywords_that_experts_do_not_take_were_found_when_a_layer_was_built(megatron, options, got):
+    for call in (megatron.adapter.install, megatron.adapter.GbmoeSpecProvider):
+        with pytest.raises(TypeError, match="options: expected keywords of GroupedExperts, engine, .*, got " + got):
+            call(**options)
+    with pytest.raises(TypeError, match="with_gbmoe_experts: options: expected keywords of GroupedExperts"):
+        megatron.adapter.with_gbmoe_experts([], engin="torch")
+
+
 def test_install_takes_the_place_of_grouped_experts_alone(installed):
     found = providers(installed)
     for kind in found:
