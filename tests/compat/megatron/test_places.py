@@ -35,7 +35,8 @@ def test_specifications_that_exist_get_other_experts_and_stay_as_they_were(megat
         megatron.adapter.with_gbmoe_experts([1, "two"])
 
 
-@pytest.mark.parametrize("options, got", [({"whole_layer": True}, "'whole_layer'; with_gbmoe_experts takes it"), ({"engin": "torch"}, "'engin'")])
+@pytest.mark.parametrize("options, got", [
+    ({"whole_layer": True}, "'whole_layer'; with_gbmoe_experts takes it"), ({"engin": "torch"}, "'engin'")])
 def test_keywords_that_experts_do_not_take_were_found_when_a_layer_was_built(megatron, options, got):
     for call in (megatron.adapter.install, megatron.adapter.GbmoeSpecProvider):
         with pytest.raises(TypeError, match="options: expected keywords of GroupedExperts, engine, .*, got " + got):
