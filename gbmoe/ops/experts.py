@@ -73,8 +73,8 @@ def expert_mlp(
             [F,H] anywhere in memory, as parameters of their own, each of which gets its gradient. `hopper`, `tensor_core` and recipes of
             float8 read up to 256 of them where they lie, at multiples of 16 bytes and with like strides (w1's and v1's together, unless
             those lie alike). Otherwise they are copied into one tensor, unless they are parts of one already (gbmoe.stacked): for other
-            engines, with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, inside of torch.compile,
-            under FlopCounterMode, where autocast casts them, and where w1 is a list and v1 is none.
+            engines, with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, under FlopCounterMode,
+            where autocast casts them, and where w1 is a list and v1 is none. Inside of torch.compile they always are.
         weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which returns the
             same shape and dtype, may hold parameters and may write to its argument. Torch's own functions and modules of those names
