@@ -196,8 +196,8 @@ def lists_of(operator: str, **weights: StackOrList | None) -> dict[str, tuple[to
         if given is None or isinstance(given, torch.Tensor) or not isinstance(given, (list, tuple, torch.nn.ParameterList)):
             continue
         found[name] = tensors = tuple(given)
-        # In one pass, without Python's own steps, where all is well: a layer has hundreds of matrices.
-        if are_plain(tensors) and len(set(map(_KIND, tensors))) == 1 and tensors[0].dim() == 2:
+        # In one pass, without Python's own steps, where all is well: a layer has hundreds of matrices. Dynamo cannot trace an attrgetter.
+        if not torch.compiler.is_compiling() and are_plain(tensors) and len(set(map(_KIND, tensors))) == 1 and tensors[0].dim() == 2:
             continue
         for e, weight in enumerate(tensors):
             require_tensor(weight, operator, f"{name}[{e}]", rank=2)

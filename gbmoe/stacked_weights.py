@@ -18,7 +18,8 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
     It is a view, for which nothing is copied or allocated, where the tensors are contiguous, in one storage, in order, and each begins as
     many elements after the one before as the second after the first. Elsewhere it is a copy, as torch.stack makes it, also of subclasses
-    of tensors. Autograd does not see that a parameter of which it is a view was changed between forward and backward.
+    of tensors, and inside of torch.compile, whose graphs know no addresses. Autograd does not see that a parameter of which it is a view
+    was changed between forward and backward.
 
     Raises:
         ValueError: for no tensors, and for tensors that differ in shape, dtype or device.
@@ -31,6 +32,8 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         ((3, 2, 3), (8, 3, 1), True)
     """
     require_alike(weights, "stacked", "weights")
+    if torch.compiler.is_compiling():
+        return torch.stack(tuple(weights))
     return _Stacked.apply(*weights)
 
 

@@ -94,7 +94,8 @@ class Arguments:
     the exchange, or with another mlp_impl than "gbmoe".
 
     `one_matrix_per_expert` makes the experts' parameters [E,F,H] instead of MegaBlocks' [E*F,H], for optimizers that see a matrix in each
-    parameter, such as Muon, which would orthogonalise all experts as one. State dicts are MegaBlocks' with it and without.
+    parameter, such as Muon, which would orthogonalise all experts as one. State dicts are MegaBlocks' with it and without. Those of an
+    optimizer are not: docs/recipes.md says how to resume from [E*F,H].
 
     Raises:
         TypeError: for a keyword that is no field, naming the nearest one.

@@ -5,12 +5,15 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from gbmoe import engines
 from gbmoe._checks import FLOATING, PLAIN, autocast_enabled, require, require_tensor
+from gbmoe.float8 import Float8BlockScaling
+from gbmoe.ops.activations import activation_name
 from gbmoe.ops.permute import check_plan, check_slot_scalars
 from gbmoe.plan import RoutingPlan
 from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
@@ -50,6 +53,29 @@ def checked_shape(x_TH: torch.Tensor, plan: RoutingPlan, layout: WeightLayout, w
             _SHAPE_OF_KIND.clear()
         _SHAPE_OF_KIND[kind] = found
     return found
+
+
+def checked_call(x_TH: torch.Tensor, plan: RoutingPlan, layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor,
+                 v1: torch.Tensor | None, weights_TK: torch.Tensor | None, biases: Sequence[torch.Tensor | None],
+                 activation: str | Callable, weights_on: str, fp8_recipe: Float8BlockScaling | None, engine: str, batch_invariant: bool,
+                 ) -> tuple[tuple[int, int, int], str | None, str]:
+    """([E,F,H], the activation's name, the engine or the one that computes the recipe). expert_mlp and expert_path both call this, so that
+    they refuse alike. Raises TypeError or ValueError for all that expert_mlp does not take, except what an engine refuses, and the
+    arguments that expert_path does not have."""
+    w1_bias, w2_bias, v1_bias = biases
+    if weights_on != "output":
+        require(weights_on in ("input", "between"), "expert_mlp", "weights_on", "output, between or input", repr(weights_on))
+        require(weights_on == "input" or w2_bias is None, "expert_mlp", "w2_bias", "None where weights are on what is between the products",
+                "a tensor")
+    shape_EFH = checked_shape(x_TH, plan, layout, w1, w2, v1, weights_TK)
+    name = activation_name(activation)
+    if w1_bias is not None or w2_bias is not None or v1_bias is not None:
+        check_biases(x_TH, shape_EFH, v1, biases, layout)
+        require(name is not None, "expert_mlp", "activation", "one that has a kernel, with biases", activation)
+    if fp8_recipe is not None:
+        require(not batch_invariant, "expert_mlp", "batch_invariant", "False with fp8_recipe", batch_invariant)
+        engine = engines.float8(fp8_recipe, engine)
+    return shape_EFH, name, engine
 
 
 def _shape_EFH(x_TH, plan, layout, w1, w2, v1, weights_TK) -> tuple[int, int, int]:

@@ -16,8 +16,7 @@ from gbmoe._checks import require
 from gbmoe.engines.base import Engine
 from gbmoe.engines.own_kernels import OwnKernels
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.ops.activations import activation_name
-from gbmoe.ops.expert_arguments import check_arguments, check_biases, matrices
+from gbmoe.ops.expert_arguments import checked_call
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.separate_experts import NAMES, NO_TABLE, in_place, stacks_and_lists
 from gbmoe.plan import RoutingPlan
@@ -67,14 +66,11 @@ def expert_path(
         False
     """
     w1, w2, v1, apart = stacks_and_lists(w1_EFH, w2_EFH, v1_EFH)
-    gate, down, up = matrices(layout, w1, w2, v1, "expert_path")
-    check_arguments(x_TH, plan, gate, down, up, None)
-    check_biases(x_TH, gate.shape, v1, (w1_bias, w2_bias, v1_bias), layout)
+    shape_EFH, name, engine = checked_call(x_TH, plan, layout, w1, w2, v1, None, (w1_bias, w2_bias, v1_bias), activation, weights_on,
+                                           fp8_recipe, engine, batch_invariant)
     require(not x_TH.is_meta, "expert_path", "x", "a tensor on a device that computes", "one on meta")
-    if fp8_recipe is not None:
-        engine = engines.float8(fp8_recipe, engine)
     on_host = x_TH.device.type == "cpu" or plan.has_host_sizes
-    call = (x_TH.device, computed_dtype(x_TH), plan.num_rows, tuple(gate.shape))
+    call = (x_TH.device, computed_dtype(x_TH), plan.num_rows, tuple(shape_EFH))
     resolved = engines.resolve(engine, *call, on_host, batch_invariant)
     host_waits = resolved.needs_host_sizes and not on_host
     if host_waits:  # after it the sizes are on the host, which may decide between engines that take them there
@@ -84,7 +80,6 @@ def expert_path(
     reasons = list(_of_choice(experts, engine, *call, on_host))
     if weights_on == "input":
         reasons.append("router weights on the input: rows are gathered and weighed before the experts, and summed after them, apart")
-    name = activation_name(activation)
     if name is None:
         reasons.append("the activation has no kernel: it is called between products, with rows that are gathered first")
     weights: Any = (w1, w2, v1)

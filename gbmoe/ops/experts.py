@@ -32,9 +32,8 @@ from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora_factors import ExpertLora
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
-from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
-from gbmoe.ops.expert_arguments import check_biases, checked_shape
+from gbmoe.ops.expert_arguments import checked_call
 from gbmoe.ops.expert_forward_backward import Gradients, Saved
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
@@ -73,8 +72,8 @@ def expert_mlp(
             [F,H] anywhere in memory, as parameters of their own, each of which gets its gradient. `hopper`, `tensor_core` and recipes of
             float8 read up to 256 of them where they lie, at multiples of 16 bytes and with like strides (w1's and v1's together, unless
             those lie alike). Otherwise they are copied into one tensor, unless they are parts of one already (gbmoe.stacked): for other
-            engines, with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, inside of torch.compile,
-            under FlopCounterMode, where autocast casts them, and where w1 is a list and v1 is none.
+            engines, with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, under FlopCounterMode,
+            where autocast casts them, and where w1 is a list and v1 is none. Inside of torch.compile they always are.
         weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which returns the
             same shape and dtype, may hold parameters and may write to its argument. Torch's own functions and modules of those names
@@ -129,23 +128,17 @@ def expert_mlp(
     w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
     if not (isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor) and (v1 is None or isinstance(v1, torch.Tensor))):
         w1, w2, v1, apart = stacks_and_lists(w1, w2, v1)
-    if weights_on != "output":
-        require(weights_on in ("input", "between"), "expert_mlp", "weights_on", "output, between or input", repr(weights_on))
-        if weights_on == "between":
-            require(w2_bias is None, "expert_mlp", "w2_bias", "None where weights are on what is between the products", "a tensor")
-        elif weights_TK is not None:
-            checked_shape(x_TH, plan, layout, w1, w2, v1, weights_TK)
-            rows_PH = gather_slots(x_TH.to(computed_dtype(x_TH)), plan.slot_map, scale=weights_TK)[0]
-            of_rows = RoutingPlan.from_counts(plan.padded_counts_E, plan.num_rows, device=rows_PH.device, check="none")
-            y_PH = expert_mlp(rows_PH, of_rows, w1_EFH, w2_EFH, v1_EFH, activation=activation, engine=engine,
-                              recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe,
-                              weight_gradient_scale=weight_gradient_scale, layout=layout, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias,
-                              gradient_sink=gradient_sink, lora=lora)
-            return padded_scatter(y_PH, plan)
-    shape_EFH = checked_shape(x_TH, plan, layout, w1, w2, v1, weights_TK)
     biases = (w1_bias, w2_bias, v1_bias)
-    if w1_bias is not None or w2_bias is not None or v1_bias is not None:
-        check_biases(x_TH, shape_EFH, v1, biases, layout)
+    shape_EFH, name, computed_by = checked_call(x_TH, plan, layout, w1, w2, v1, weights_TK, biases, activation, weights_on, fp8_recipe,
+                                                engine, batch_invariant)
+    if weights_on == "input" and weights_TK is not None:
+        rows_PH = gather_slots(x_TH.to(computed_dtype(x_TH)), plan.slot_map, scale=weights_TK)[0]
+        of_rows = RoutingPlan.from_counts(plan.padded_counts_E, plan.num_rows, device=rows_PH.device, check="none")
+        y_PH = expert_mlp(rows_PH, of_rows, w1_EFH, w2_EFH, v1_EFH, activation=activation, engine=engine,
+                          recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe,
+                          weight_gradient_scale=weight_gradient_scale, layout=layout, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias,
+                          gradient_sink=gradient_sink, lora=lora)
+        return padded_scatter(y_PH, plan)
     if lora is not None and not (isinstance(lora, ExpertLora) and lora.is_empty):
         for argument, given in (("fp8_recipe", fp8_recipe), ("gradient_sink", gradient_sink)):
             require(given is None, "expert_mlp", argument, "None with lora", given)
@@ -153,11 +146,7 @@ def expert_mlp(
             w1, w2, v1 = stacks(w1, w2, v1, apart)
         return low_rank_experts(x_TH, plan, (w1, w2, v1), weights_TK, biases, lora, activation, engine, batch_invariant,
                                 weight_gradient_scale, layout)
-    if fp8_recipe is not None:
-        require(not batch_invariant, "expert_mlp", "batch_invariant", "False with fp8_recipe", batch_invariant)
-        engine = engines.float8(fp8_recipe, engine)
-    sizes, resolved = sizes_and_engine(plan, x_TH, shape_EFH, engine, batch_invariant)
-    name = activation_name(activation)
+    sizes, resolved = sizes_and_engine(plan, x_TH, shape_EFH, computed_by, batch_invariant)
     scale = weight_gradient_scale
     in_place = name is not None and (gradient_sink is not None or scales_exactly(scale, computed_dtype(x_TH)))
     if apart and not (in_place and reads_lists(resolved, x_TH, apart)):
@@ -171,7 +160,6 @@ def expert_mlp(
         w1, w2, v1, *biases = with_scaled_gradients(scale, w1, w2, v1, *biases, one_operator=name is not None)  # type: ignore[assignment]
         scale = 1
     if name is None:
-        require(all(bias is None for bias in biases), "expert_mlp", "activation", "one that has a kernel, with biases", activation)
         return composed_experts(x_TH, plan, sizes, *layout.matrices(w1, w2, v1), weights_TK, activation, resolved.name,
                                 recompute_activation)
     tensors = (x_TH, weights_TK, w1, w2, v1, *biases)

@@ -67,7 +67,7 @@ def grouped_mlp(
         require(weights_R.size(0) == x_RH.size(0), "grouped_mlp", "weights", lambda: f"{x_RH.size(0)} entries, one a row of x",
                 weights_R.size(0))
         weights_R = weights_R.unsqueeze(1)
-    if isinstance(w1_EFH, torch.Tensor):  # lists are checked by expert_mlp
+    if not isinstance(w1_EFH, (list, tuple, torch.nn.ParameterList)):  # which expert_mlp checks
         require_tensor(w1_EFH, "grouped_mlp", "w1", rank=3)
     plan = RoutingPlan.from_counts(counts_E, x_RH.size(0), device=x_RH.device, check=check)
     require(plan.num_experts == len(w1_EFH), "grouped_mlp", "counts", lambda: f"{len(w1_EFH)} entries, one for each expert of w1",

@@ -1,6 +1,9 @@
 """How a rank's experts get their first values: those that one process with all experts gives them, without room for all experts."""
 
+import copy
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +115,39 @@ def test_state_dicts_of_one_matrix_per_expert_are_megablocks(tmp_path):
     stacked.load_state_dict(in_three)
     with pytest.raises(RuntimeError, match="size mismatch for experts.mlp.w1"):
         stacked.load_state_dict({**loaded, "experts.mlp.w1": loaded["experts.mlp.w1"][:-1]})
+
+
+def test_the_state_of_an_optimizer_of_all_experts_failed_in_the_next_step_of_one_matrix_per_expert():
+    """With the lines of docs/recipes.md the steps of AdamW have the bits that they have without a change of shapes."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    names: dict = {"torch": torch}
+    exec(re.search(r"def view_state_as_parameters.*?\n\n", page, re.DOTALL).group(), names)
+
+    def optimizer_of(module):
+        return torch.optim.AdamW(module.parameters(), lr=1e-2, amsgrad=True)
+
+    def step(module, optimizer):
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+
+    x = torch.randn(10, 1, 16)
+    for before, after in ((False, True), (True, False)):
+        old, resumed = layer(one_matrix_per_expert=before), layer(one_matrix_per_expert=after)
+        optimizer = optimizer_of(old)
+        step(old, optimizer)
+        step(old, optimizer)
+        resumed.load_state_dict(old.state_dict())
+        loaded = optimizer_of(resumed)
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with pytest.raises(RuntimeError):
+            step(resumed, loaded)
+        resumed.load_state_dict(old.state_dict())
+        loaded = optimizer_of(resumed)
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        names["view_state_as_parameters"](loaded)
+        for _ in range(2):
+            step(old, optimizer)
+            step(resumed, loaded)
+        assert loaded.state[resumed.experts.mlp.w1]["exp_avg_sq"].shape == resumed.experts.mlp.w1.shape
+        assert all(torch.equal(one.view_as(other), other) for one, other in zip(old.parameters(), resumed.parameters(), strict=True))

@@ -103,6 +103,41 @@ def test_reasons_name_the_device_the_activation_and_the_weights():
         expert_path(x, plan, w1, w2, layout=layout, engine="hopper")
 
 
+BIASES = {name: torch.zeros(EXPERTS, columns) for name, columns in (("w1_bias", FFN), ("w2_bias", HIDDEN), ("v1_bias", FFN))}
+REFUSED = [
+    dict(weights_on="foo"), dict(weights_on=None), dict(weights_on="between", w2_bias=BIASES["w2_bias"]),
+    *[{"activation": torch.nn.functional.mish, name: bias} for name, bias in BIASES.items()],
+    dict(activation="mish"), dict(activation=3), dict(w1_bias=BIASES["w2_bias"]), dict(w2_bias=BIASES["w2_bias"].double()),
+    dict(engine="foo"), dict(engine="hopper"), dict(engine=None), dict(layout="gate_first"), dict(layout=WeightLayout("gate_first")),
+    dict(layout=WeightLayout(down_transposed=True)), dict(batch_invariant=True), dict(batch_invariant=True, engine="reference"),
+    dict(fp8_recipe=True), dict(fp8_recipe=gbmoe.Float8BlockScaling()), dict(fp8_recipe=gbmoe.Float8BlockScaling(), engine="reference"),
+    dict(fp8_recipe=gbmoe.Float8BlockScaling(), batch_invariant=True), dict(w1=None), dict(w2=[]), dict(v1=torch.zeros(EXPERTS, FFN)),
+    dict(x=torch.zeros(6, HIDDEN, dtype=torch.int32)), dict(x=torch.zeros(5, HIDDEN)), dict(plan=None),
+    dict(v1=None, v1_bias=BIASES["v1_bias"]),
+]
+
+
+@pytest.mark.parametrize("change", REFUSED,
+                         ids=lambda change: "-".join(f"{name}-{str(each)[:20]}".split("\n")[0] for name, each in change.items()))
+def test_a_path_was_given_for_calls_that_expert_mlp_refuses(change):
+    ids_TK = torch.zeros(6, 2, dtype=torch.int64)
+    w1, w2, v1 = (torch.zeros(EXPERTS, FFN, HIDDEN) for _ in range(3))
+    given = dict(x=torch.zeros(6, HIDDEN), plan=RoutingPlan.from_experts(ids_TK, num_experts=EXPERTS), w1=w1, w2=w2, v1=v1) | change
+    operands = [given.pop(name) for name in ("x", "plan", "w1", "w2", "v1")]
+    errors = []
+    for function in (gbmoe.expert_mlp, expert_path):
+        with pytest.raises((TypeError, ValueError)) as error:
+            function(*operands, **given)
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1] and any(words in errors[0][1] for words in (": expected", "cannot serve this product"))
+
+
+@pytest.mark.parametrize("w1", [None, 3, torch.zeros(FFN, HIDDEN)], ids=["None", "number", "matrix"])
+def test_grouped_mlp_asked_for_the_length_of_what_was_no_weight(w1):
+    with pytest.raises((TypeError, ValueError), match="grouped_mlp: w1: expected"):
+        gbmoe.grouped_mlp(torch.zeros(6, HIDDEN), torch.tensor([6, 0, 0, 0]), w1, torch.zeros(EXPERTS, FFN, HIDDEN))
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_whether_the_host_waits_had_to_be_known_by_heart():
     """An engine's name was all that was said of it. Tensors without memory stand for a GPU's."""

@@ -179,9 +179,45 @@ def test_compilers_take_lists(device):
     x, plan, weights, grad = inputs(MEGATRON, device, torch.float32)
     lists = as_parameters(weights)
     out, dx, of_each = expected_of(x, plan, weights, grad, layout=MEGATRON)
-    got = torch.compile(lambda *tensors: gbmoe.expert_mlp(x, plan, *tensors, layout=MEGATRON))(*lists)
+    got = torch.compile(lambda *tensors: gbmoe.expert_mlp(x, plan, *tensors, layout=MEGATRON), fullgraph=True)(*lists)
     gradients = torch.autograd.grad(got, [x, *flat(lists)], grad)
     assert torch.equal(got, out) and all(torch.equal(*pair) for pair in zip(gradients, (dx, *of_each), strict=True))
+
+
+LORA = gbmoe.ExpertLora(w1=gbmoe.LoraFactors(torch.ones(E, 2, H), torch.ones(E, F, 2)))
+COUNTS = torch.tensor([20, 0, 25, 10])
+IN_A_GRAPH = {
+    "expert_mlp": gbmoe.expert_mlp,
+    "expert_mlp, weights on the input": lambda x, plan, *w: gbmoe.expert_mlp(x, plan, *w, weights_TK=torch.ones(60, 2), weights_on="input"),
+    "expert_mlp, scaled gradients": lambda x, plan, *w: gbmoe.expert_mlp(x, plan, *w, weight_gradient_scale=0.3),
+    "expert_mlp, any callable": lambda x, plan, *w: gbmoe.expert_mlp(x, plan, *w, activation=torch.nn.functional.mish),
+    "expert_mlp, lora": lambda x, plan, *w: gbmoe.expert_mlp(x, plan, *w, lora=LORA),
+    "grouped_mlp": lambda x, plan, *w: gbmoe.grouped_mlp(x, COUNTS, *w),
+    "gmm": lambda x, plan, *w: gbmoe.gmm(x[:55], w[0], COUNTS, trans_b=True),
+    "stacked": lambda x, plan, *w: gbmoe.stacked(w[2]),
+}
+
+
+@pytest.mark.parametrize("in_one_buffer", [False, True], ids=["scattered", "in-one-buffer"])
+@pytest.mark.parametrize("function", IN_A_GRAPH.values(), ids=IN_A_GRAPH)
+def test_any_list_broke_the_graph_of_torch_compile(function, in_one_buffer):
+    x, plan, weights, _ = inputs(WeightLayout(), torch.device("cpu"), torch.float32)
+    lists = [[torch.nn.Parameter(each) for each in w.unbind(0)] for w in weights] if in_one_buffer else as_parameters(weights)
+    expected = function(x, plan, *lists)
+    got = torch.compile(function, backend="aot_eager", fullgraph=True)(x, plan, *lists)
+    assert torch.equal(got, expected)
+    leaves, grad = [x, *flat(lists)], torch.randint_like(expected, -3, 4)
+    of_got, of_expected = (torch.autograd.grad(out, leaves, grad, allow_unused=True) for out in (got, expected))
+    pairs = [pair for pair in zip(of_got, of_expected, strict=True) if pair != (None, None)]
+    assert len(pairs) >= E and all(torch.equal(*pair) for pair in pairs)
+
+
+def test_a_sink_in_a_graph_is_refused_by_name_with_lists_too():
+    x, plan, weights, _ = inputs(WeightLayout(), torch.device("cpu"), torch.float32)
+    sink = gbmoe.WeightGradientSink(*[[torch.zeros(F, H) for _ in range(E)] for _ in range(3)])
+    compiled = torch.compile(lambda *lists: gbmoe.expert_mlp(x, plan, *lists, gradient_sink=sink), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="gradient_sink: expected None inside of torch.compile"):
+        compiled(*as_parameters(weights))
 
 
 @pytest.mark.parametrize("change, words", [
