@@ -48,11 +48,10 @@ struct UpSettings : GemmSettings {
   static constexpr int kClusterN = kClusterN_;
 };
 
-// m-grouped: the same of weights whose columns are pairs of h's and g's, which lie contiguous along F. A bias takes registers of the whole
-// main loop, and rows that have one are gathered ahead.
+// m-grouped: the same of weights whose columns are pairs of h's and g's, which lie contiguous along F.
 template <typename T, typename Family, bool kGather>
 struct UpPairsSettings : UpSettings<T, EpilogueKind::kPairs, Family, true, kGather, 2> {
-  static constexpr bool kBias = !kGather;
+  static constexpr bool kBias = true;
 };
 
 // m-grouped: back through the second GEMM and the activation. The shared memory that three stages (four with narrow tiles) leave
