@@ -98,6 +98,43 @@ if interfaces.is_real("megatron-core"):
         assert own[-1] < own[0] - 1
         torch.testing.assert_close(got, own, rtol=1e-3, atol=0)
 
+    @pytest.mark.parametrize("whole", [False, True], ids=["experts", "whole layer"])
+    def test_the_experts_of_a_replay_are_computed(whole):
+        """As verl's R2 and R3 do it: ids are recorded, and taken again by routers that would choose others; forward and backward."""
+        from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+        def step(model):
+            loss = loss_of(model, 3)
+            model.zero_grad()
+            loss.backward()
+            return loss.item(), [layer.mlp.router.weight.grad.clone() for layer in model.decoder.layers]
+
+        RouterReplay.clear_global_router_replay_instances()
+        try:
+            with on_a_cpu():
+                config = configured(moe_enable_routing_replay=True)
+                sequential = model_of(config, local_spec(config))
+                ours = model_of(config, adapter.with_gbmoe_experts(local_spec(config), whole_layer=whole))
+                copied(sequential, ours)
+                RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+                assert step(ours)[0] == pytest.approx(step(sequential)[0], rel=1e-5)
+                recorded = RouterReplay.get_recorded_data()
+                assert len(recorded) == 4 and all(map(torch.equal, recorded[:2], recorded[2:]))
+                RouterReplay.clear_global_router_replay_action()
+                with torch.no_grad():
+                    for one, other in zip(sequential.decoder.layers, ours.decoder.layers):
+                        one.mlp.router.weight.neg_()
+                        other.mlp.router.weight.neg_()
+                chosen = step(ours)[0]
+                RouterReplay.set_replay_data(recorded)
+                RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+                wanted, got = step(sequential), step(ours)
+        finally:
+            RouterReplay.clear_global_router_replay_instances()
+        assert got[0] == pytest.approx(wanted[0], rel=1e-5) and abs(chosen - got[0]) > 1e-3
+        for one, other in zip(got[1], wanted[1]):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
     def test_ddp_adds_gradients_once():
         """Megatron's DDP over several micro-batches, with and without the fusion, with parameters of each expert and of all, and with
         parameters in the buffers of its distributed optimizer."""
