@@ -1,0 +1,102 @@
+"""What of the exchange between ranks shows where this process is the only one: the order of its steps, and the strides that it takes.
+
+Shape suffixes: T tokens, K slots a token, S rows received, H hidden.
+"""
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gbmoe
+from gbmoe.parallel import experts_by_exchange
+from gbmoe.parallel.placement import Placement
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, FFN, CHUNKS = 9, 3, 4, 8, 16, 2
+
+
+def where(chunks=CHUNKS):
+    return Placement(None, 1, 0, EXPERTS, EXPERTS, 1, chunks=chunks)
+
+
+def drawn():
+    """(x, ids, router weights, [w1, w2]), leaves but for the ids."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.rand(TOKENS, EXPERTS, generator=draw).topk(TOP_K).indices
+    x, weights, *matrices = (torch.randn(shape, generator=draw).requires_grad_() for shape in (
+        (TOKENS, HIDDEN), (TOKENS, TOP_K), (EXPERTS, FFN, HIDDEN), (EXPERTS, FFN, HIDDEN)))
+    return x, ids, weights, matrices
+
+
+def chunk_of(number, matrices, chunks=CHUNKS):
+    """The function that computes one chunk."""
+    w1, w2 = (matrix.chunk(chunks)[number] for matrix in matrices)
+    return lambda rows_SH, plan, weights_SK: gbmoe.expert_mlp(rows_SH, plan, w1, w2, weights_TK=weights_SK)
+
+
+def results(out, x, weights, matrices, grad=None):
+    leaves = [x, weights, *matrices]
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out) if grad is None else grad)]
+
+
+def test_rows_of_a_chunk_waited_for_the_chunk_before(monkeypatch):
+    """They travel while it computes, in forward and in backward, which takes the chunks the other way; nothing waits for its rows earlier
+    than it reads them."""
+    events, exchange = [], dist.all_to_all_single
+
+    def recorded(out, x, receives=None, sends=None, group=None, async_op=False):
+        work = exchange(out, x, receives, sends, group, async_op)
+        if not async_op:
+            return work
+        number = sum(event.startswith("send") for event in events)
+        events.append(f"send {number}")
+        return types.SimpleNamespace(wait=lambda: events.append(f"wait {number}") or work.wait())
+
+    class Computed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows_SH, chunk):
+            ctx.chunk = chunk
+            events.append(f"compute {chunk}")
+            return 2 * rows_SH
+
+        @staticmethod
+        def backward(ctx, grad_SH):
+            events.append(f"compute {ctx.chunk}")
+            return 2 * grad_SH, None
+
+    monkeypatch.setattr(dist, "all_to_all_single", recorded)
+    x, ids, weights, _ = drawn()
+    chunks = [lambda rows_SH, plan, weights_SK, chunk=chunk: Computed.apply(rows_SH, chunk) for chunk in range(CHUNKS)]
+    out, _ = experts_by_exchange(chunks, x, ids, weights, where())
+    assert events == ["send 0", "send 1", "wait 0", "compute 0", "send 2", "wait 1", "compute 1", "send 3", "wait 2", "wait 3"]
+    events.clear()
+    out.backward(torch.ones_like(out))
+    assert events == ["send 0", "send 1", "wait 0", "compute 1", "send 2", "wait 1", "compute 0", "send 3", "wait 2", "wait 3"]
+
+
+@pytest.mark.parametrize("chunks", [1, CHUNKS])
+def test_sums_and_gradients_that_do_not_lie_row_after_row_were_sent_as_they_lie(chunks):
+    """Whatever strides functions of callers return, in forward and in backward, and ids and router weights that are views of wider ones."""
+    x, ids, weights, matrices = drawn()
+
+    class Strided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows_SH):
+            return rows_SH.t().clone(memory_format=torch.contiguous_format).t()
+
+        @staticmethod
+        def backward(ctx, grad_SH):
+            return grad_SH.t().clone(memory_format=torch.contiguous_format).t()
+
+    def strided(compute):
+        return lambda rows_SH, plan, weights_SK: Strided.apply(compute(Strided.apply(rows_SH), plan, weights_SK))
+
+    computes = [chunk_of(chunk, matrices, chunks) for chunk in range(chunks)]
+    grad = torch.randn(HIDDEN, TOKENS, generator=torch.Generator().manual_seed(1)).t()
+    expected = results(experts_by_exchange(computes, x, ids, weights, where(chunks))[0], x, weights, matrices, grad.contiguous())
+    out, _ = experts_by_exchange([strided(compute) for compute in computes], x.t().contiguous().t(), ids.int().repeat(1, 2)[:, :TOP_K],
+                                 weights.repeat(1, 2)[:, :TOP_K], where(chunks))
+    assert all(torch.equal(got, wanted) for got, wanted in zip(results(out, x, weights, matrices, grad), expected, strict=True))
