@@ -201,6 +201,21 @@ def what_one_rank_needs_all_send(rank):
 
 
 @case
+def a_matrix_that_alone_is_trained_had_no_gradient(rank):
+    """On one rank alone, and on both; the others are frozen."""
+    wanted = expected(rank, DISPATCH)
+    for transport in TRANSPORTS:
+        for name in ("mlp.w1", "mlp.w2", "mlp.v1"):
+            for trains in ((1,), (0, 1)):
+                layer = make(expert_parallel_transport=transport)
+                for of, parameter in layer.named_parameters():
+                    parameter.requires_grad_(of == name and rank in trains)
+                got = step(layer, mine(rank))
+                assert {of for of, t in got.items() if of.startswith("mlp.") and t is not None} == ({name} if rank in trains else set())
+                same(got, wanted)
+
+
+@case
 def ranks_without_tokens(rank):
     for tokens in ((0, 25), (25, 0), (0, 0)):
         wanted = expected(rank, DISPATCH, tokens)
