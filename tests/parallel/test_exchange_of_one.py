@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import gbmoe
 from gbmoe.parallel import experts_by_exchange
+from gbmoe.parallel.differentiable_all_to_all import weights_with_ids
 from gbmoe.parallel.exact_exchange import exact_experts_by_exchange
 from gbmoe.parallel.placement import Placement
 
@@ -107,3 +108,44 @@ def test_sums_and_gradients_that_do_not_lie_row_after_row_were_sent_as_they_lie(
     out = exchanged(strided, x.t().contiguous().t(), ids.int().repeat(1, 2)[:, :TOP_K], weights.repeat(1, 2)[:, :TOP_K])
     for got, wanted in zip(results(out, x, weights, matrices, grad), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)  # a sum over H may depend on strides
+
+
+@pytest.mark.parametrize("weighs_later", [None, False, True])
+def test_sums_of_another_dtype_travelled_as_they_came(weighs_later):
+    """Other ranks send and expect the dtype of the tokens."""
+    x, ids, weights, _ = drawn()
+
+    def wide(rows_SH, plan, weights_SK):
+        assert rows_SH.dtype == torch.bfloat16
+        return rows_SH.double()
+
+    if weighs_later is None:
+        out, _ = experts_by_exchange([wide] * CHUNKS, x.bfloat16(), ids, weights, where())
+    else:
+        out, _ = exact_experts_by_exchange(wide, x.bfloat16(), ids, weights, where(1), weighs_later=weighs_later)
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [0, 1, TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_router_weights_came_in_the_middle_of_an_element(rows, dtype, top_k):
+    """After ids of four bytes each, in one message with them."""
+    weights_RK, ids_RK = torch.rand(rows, top_k).to(dtype), torch.arange(rows * top_k, dtype=torch.int32).view(rows, top_k)
+    weights_SK, ids_SK = weights_with_ids(weights_RK, ids_RK, [rows], [rows], None)
+    assert torch.equal(weights_SK, weights_RK) and torch.equal(ids_SK, ids_RK) and weights_SK.dtype == dtype
+
+
+@pytest.mark.slow
+def test_a_compiler_sliced_no_rows_by_a_number_that_it_did_not_know():
+    x, ids, weights, matrices = drawn()
+    computes = [chunk_of(chunk, matrices) for chunk in range(CHUNKS)]
+
+    def run(x, ids, weights):
+        return experts_by_exchange(computes, 2 * x, ids, weights, where())[0]
+
+    arguments = x[:0], ids[:0], weights[:0]
+    graph = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(*(results(of(*arguments), x, weights, matrices) for of in (graph, run)), strict=True):
+        torch.testing.assert_close(got, wanted)
+    torch.compiler.reset()
