@@ -13,6 +13,7 @@ import gbmoe
 from gbmoe.parallel import experts_by_exchange
 from gbmoe.parallel.differentiable_all_to_all import weights_with_ids
 from gbmoe.parallel.exact_exchange import exact_experts_by_exchange
+from gbmoe.parallel.exchange import as_it_travels
 from gbmoe.parallel.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -134,6 +135,17 @@ def test_router_weights_came_in_the_middle_of_an_element(rows, dtype, top_k):
     weights_RK, ids_RK = torch.rand(rows, top_k).to(dtype), torch.arange(rows * top_k, dtype=torch.int32).view(rows, top_k)
     weights_SK, ids_SK = weights_with_ids(weights_RK, ids_RK, [rows], [rows], None)
     assert torch.equal(weights_SK, weights_RK) and torch.equal(ids_SK, ids_RK) and weights_SK.dtype == dtype
+
+
+@pytest.mark.parametrize("needs_weights", [False, True])
+def test_what_cannot_travel_is_refused(needs_weights):
+    """Router weights are checked where they may be left out, too."""
+    x, ids, weights, _ = drawn()
+    for arguments, words in (((x.unsqueeze(1), ids, weights), "x: expected "), ((x, ids, weights.unsqueeze(1)), "weights: expected "),
+                             ((x, ids, weights.int()), "weights: expected dtype"), ((x[1:], ids, weights), "x: expected 9 rows"),
+                             ((x, ids, weights[:, 1:]), "weights: expected shape")):
+        with pytest.raises((TypeError, ValueError), match=f"^name: {words}"):
+            as_it_travels("name", *arguments, needs_weights=needs_weights)
 
 
 @pytest.mark.slow
