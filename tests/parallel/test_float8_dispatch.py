@@ -64,10 +64,10 @@ def drawn(tokens, top_k):
     return [t.to(device()).split(list(tokens)) for t in (x, ids, weights, grad)]
 
 
-def step(layer, parts, x_needs=True, call=lambda f, *arguments: f(*arguments)):
+def step(layer, parts, x_needs=True, weights_need=True, call=lambda f, *arguments: f(*arguments)):
     x, ids, weights, grad = (part.clone() for part in parts)
     x = x.to(layer.args.dtype).requires_grad_(x_needs)
-    weights.requires_grad_()
+    weights.requires_grad_(weights_need)
     layer.zero_grad()
     out = call(layer, x, x.new_zeros(x.size(0), EXPERTS), weights, ids)
     if out.requires_grad:
@@ -197,6 +197,43 @@ def what_one_rank_needs_all_send(rank):
             same({name: got[name] for name in ("out", "x", "weights")}, wanted)
             assert recipe is DISPATCH or rank == 0 or len(got) == 6
             if recipe is PLAIN:
+                same(got, wanted)
+
+
+@case
+def a_rank_that_needed_no_gradient_left_others_waiting(rank):
+    wanted = expected(rank, DISPATCH)
+    for transport in TRANSPORTS:
+        layer = make(expert_parallel_transport=transport).requires_grad_(rank == 0)
+        got = step(layer, mine(rank), x_needs=rank == 0, weights_need=rank == 0)
+        assert all((got[name] is None) == (rank == 1) for name in ("x", "weights", "mlp.w1"))
+        same(got, wanted)
+
+
+@case
+def weights_were_kept_in_float8_that_no_backward_reads(rank):
+    def bytes_saved(keep, x_needs):
+        layer, saved = make(dataclasses.replace(DISPATCH, keep_weights=keep), expert_parallel_transport="exchange"), {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.nbytes}) or t, lambda t: t):
+            step(layer, mine(rank), x_needs)
+        return sum(saved.values())
+
+    assert bytes_saved(True, True) > bytes_saved(False, True)
+    assert bytes_saved(True, False) == bytes_saved(False, False)
+
+
+@case
+def a_matrix_that_alone_is_trained_had_no_gradient(rank):
+    """On one rank alone, and on both; the others are frozen."""
+    wanted = expected(rank, DISPATCH)
+    for transport in TRANSPORTS:
+        for name in ("mlp.w1", "mlp.w2", "mlp.v1"):
+            for trains in ((1,), (0, 1)):
+                layer = make(expert_parallel_transport=transport)
+                for of, parameter in layer.named_parameters():
+                    parameter.requires_grad_(of == name and rank in trains)
+                got = step(layer, mine(rank))
+                assert {of for of, t in got.items() if of.startswith("mlp.") and t is not None} == ({name} if rank in trains else set())
                 same(got, wanted)
 
 

@@ -96,6 +96,23 @@ def test_a_loan_has_to_pay_its_price():
     assert choose(counts_WE, 1, 1, price=50) == []
 
 
+def test_one_row_pays_where_a_loan_costs_nothing():
+    assert choose([[1, 0], [1, 0]], 1, 1) == [Loan(0, 1, (1,))]
+
+
+def test_a_rank_below_the_mean_lent_more():
+    """A third of the rows is the mean; what a rank has less than that balances nothing of what another has more."""
+    assert choose([[2, 0, 0], [3, 0, 0], [1, 0, 6]], 1, 1) == [Loan(0, 1, (1,))]
+
+
+def test_a_loan_that_grows_was_paid_for_twice():
+    """The first source's only row follows for nothing when the other ranks have lent and borrowed, and levels what that left."""
+    counts_WE = [[1, 0, 0], [7, 11, 0], [8, 2, 0]]
+    made = choose(counts_WE, 1, 1, price=1)
+    assert made == [Loan(0, 2, (0, 2)), Loan(1, 0, (2,))]
+    assert loads(counts_WE, 1, made, price=1) == [11, 12, 10]
+
+
 def test_the_price_grows_with_the_bytes_and_not_with_the_products():
     """Both a row's products and a loan's bytes are proportional to an expert's elements: what is left are the rates, and latencies."""
     small, large = (loans.price_in_rows(elements, 2, "cuda") for elements in (3 * 2048 * 1024, 3 * 14336 * 4096))

@@ -34,28 +34,28 @@ def make(ranks_per_node, **changes):
 # --------------------------------------------------------------------------------------------------------- what may differ
 
 
-def frozen_experts_on_some_ranks(rank, nodes):
+def frozen_experts_on_some_ranks(rank, nodes, **changes):
     """Gradients of the other ranks' experts were 2.8 to 3.8 times too large."""
     for frozen in ((0, 1), (3,)):
-        layer = make(nodes)
+        layer = make(nodes, **changes)
         layer.requires_grad_(rank not in frozen)
         got = step(layer, rank)
         compare(got, expected(rank))
         assert all((grad is None) == (rank in frozen) for grad in got[3].values())
 
 
-def nothing_to_train_on_one_rank(rank, nodes):
-    layer = make(nodes)
+def nothing_to_train_on_one_rank(rank, nodes, **changes):
+    layer = make(nodes, **changes)
     layer.requires_grad_(rank != 2)
     got = step(layer, rank, x_needs=rank not in (1, 2), weights_need=rank != 2)
     compare(got, expected(rank))
     assert (got[1] is None) == (rank in (1, 2)) and (got[2] is None) == (rank == 2)
 
 
-def no_gradient_of_tokens_anywhere(rank, nodes):
+def no_gradient_of_tokens_anywhere(rank, nodes, **changes):
     """As in a first layer after frozen embeddings. Nobody computes dx, nor sends it, and a rank with frozen experts
     holds up no other."""
-    layer = make(nodes)
+    layer = make(nodes, **changes)
     compare(step(layer, rank, x_needs=False, weights_need=False), expected(rank))
     layer.requires_grad_(rank != 1)
     compare(step(layer, rank, x_needs=False, weights_need=False), expected(rank))
@@ -125,10 +125,10 @@ def activations_that_cannot_be_compared(rank, nodes):
     assert all(torch.equal(state, states[0]) for state in states)
 
 
-def another_implementation_under_autocast(rank, nodes):
+def another_implementation_under_autocast(rank, nodes, **changes):
     """Its sums may have another dtype than those of the other ranks, which these do not expect: here as on GPUs, where autocast sums in
     float32."""
-    layer = make(nodes, mlp_impl="bmm" if rank == 1 else "gbmoe")
+    layer = make(nodes, **{"mlp_impl": "bmm" if rank == 1 else "gbmoe", **changes})
     if rank == 1:
         layer.mlp.register_forward_hook(lambda module, given, out: out.float())
     x, ids, weights, grad = mine(rank, of_peers.tokens_of_ranks())
@@ -141,8 +141,16 @@ def another_implementation_under_autocast(rank, nodes):
     torch.testing.assert_close(x.grad, want[1], rtol=0.05, atol=0.05)
 
 
+def exact_layers_whose_ranks_need_different_gradients(rank, nodes):
+    """With kernels, whose backward multiplies by router weights, and without, where the exchange does."""
+    for implementation in ("gbmoe", "reference"):
+        for differ in (frozen_experts_on_some_ranks, nothing_to_train_on_one_rank, no_gradient_of_tokens_anywhere,
+                       another_implementation_under_autocast):
+            differ(rank, None, expert_parallel_exact=True, mlp_impl=implementation)
+
+
 RIGHT = [
-    another_implementation_under_autocast,
+    another_implementation_under_autocast, exact_layers_whose_ranks_need_different_gradients,
     only_some_ranks_could_map_memory, activations_that_cannot_be_compared, frozen_experts_on_some_ranks, nothing_to_train_on_one_rank,
     no_gradient_of_tokens_anywhere, shadows_with_frozen_experts_on_one_rank, another_implementation_on_one_rank,
     an_activation_without_a_kernel_on_one_rank, compiled_on_some_ranks, a_rank_beyond_its_recompile_limit,
