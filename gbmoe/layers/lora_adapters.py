@@ -59,7 +59,7 @@ class Adapters(torch.nn.ModuleDict):
         super().__init__()
         self.active: tuple[str, ...] = ()
         self.merged: tuple[str, ...] = ()
-        self.merged_factors: dict[str, list[int]] = {}  # of each merged adapter, how often its factors had been written by then
+        self.merged_factors: dict[str, dict[int, int]] = {}  # of each merged adapter, how often its factors had been written, by their id
 
     def adapter(self, name: str) -> Adapter:
         """The one of this name, which is there."""
@@ -189,6 +189,7 @@ def remove_adapter(model: torch.nn.Module, name: str) -> None:
             del adapters[name]
         adapters.active = tuple(other for other in adapters.active if other != name)
         adapters.merged = tuple(other for other in adapters.merged if other != name)
+        adapters.merged_factors.pop(name, None)
         if not len(adapters):
             del experts._modules["adapters"]
 
@@ -219,7 +220,9 @@ def unmerge_adapters(model: torch.nn.Module) -> None:
     layers = list(_adapters(model, "unmerge_adapters"))
     for path, _, adapters in layers:
         for name in adapters.merged:
-            same = _versions(adapters.adapter(name)) == adapters.merged_factors[name]
+            merged = adapters.merged_factors[name]
+            # Of a copy of the model nothing is known: its factors are other tensors.
+            same = all(merged.get(factor, version) == version for factor, version in _versions(adapters.adapter(name)).items())
             require(same, "unmerge_adapters", f"'{path}.{name}'", "factors that have not been written since they were merged", "others")
     for path, experts, adapters in layers:
         for name in adapters.merged:
@@ -227,8 +230,8 @@ def unmerge_adapters(model: torch.nn.Module) -> None:
         adapters.merged = ()
 
 
-def _versions(adapter: Adapter) -> list[int]:
-    return [parameter._version for parameter in adapter.parameters()]
+def _versions(adapter: Adapter) -> dict[int, int]:
+    return {id(parameter): parameter._version for parameter in adapter.parameters()}
 
 
 def _add(path: str, experts: ExpertWeights, adapter: Adapter, sign: float) -> None:

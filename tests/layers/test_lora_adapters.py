@@ -120,6 +120,18 @@ def test_factors_that_were_written_while_merged_were_subtracted_from_the_weights
         gbmoe.unmerge_adapters(layer)
 
 
+@pytest.mark.parametrize("change", [copy.deepcopy, lambda layer: layer.float(), lambda layer: layer.to("cpu"),
+                                    lambda layer: layer.requires_grad_(False)], ids=["copied", "float", "moved", "frozen"])
+def test_a_merged_layer_that_was_changed_as_a_whole_is_unmerged(change):
+    layer = make()
+    trained(layer, "task")
+    before = layer.experts.mlp.w1.detach().clone()
+    gbmoe.merge_adapters(layer)
+    layer = change(layer)
+    gbmoe.unmerge_adapters(layer)
+    torch.testing.assert_close(layer.experts.mlp.w1.detach().double(), before, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["active", "merged", "training", "keys", "lora"])
 def test_names_of_attributes_were_no_value_errors(name):
     layer = make()
