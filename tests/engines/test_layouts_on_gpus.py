@@ -20,7 +20,8 @@ SHAPES = [(40, 16, 2, 256, 128), (1500, 8, 2, 2048, 256), (3000, 8, 2, 2048, 153
 ACTIVATIONS = ["silu", "gelu", gbmoe.ClampedSilu(1.702, 2, 2, 1), gbmoe.Situ(2.0, 3.0)]
 
 
-def gradients(shape, layout, engine, activation="silu", dtype=torch.bfloat16, **options):
+def inputs(shape, layout, dtype=torch.bfloat16):
+    """x [T,H], the plan, router weights [T,K] that want gradients, and w1, w2 and v1 or None in `layout`."""
     tokens, experts, top_k, hidden, ffn = shape
     exact = exact_inputs.exact_values
     x = exact(tokens, hidden, dtype=dtype, device=CUDA, seed=1).requires_grad_()
@@ -29,13 +30,32 @@ def gradients(shape, layout, engine, activation="silu", dtype=torch.bfloat16, **
     scale = exact_inputs.fan_in_scale(hidden)
     matrices = [exact(experts, ffn, hidden, dtype=dtype, device=CUDA, seed=seed, scale=scale) for seed in (5, 6, 7)]
     parameters = [None if w is None else w.requires_grad_() for w in laid_out(layout, *matrices)]
-    leaves = [x, weights, *(w for w in parameters if w is not None)]
-    grad = exact(tokens, hidden, dtype=dtype, device=CUDA, seed=8)
-    plan = gbmoe.RoutingPlan.from_experts(ids, experts)
+    return x, gbmoe.RoutingPlan.from_experts(ids, experts), weights, parameters
+
+
+def of_inputs(x, plan, weights, parameters, layout, grad, **options):
+    """The experts' results, and the gradients of x, the router's weights and the parameters."""
+    out = gbmoe.expert_mlp(x, plan, *parameters, weights_TK=weights, layout=layout, **options)
+    return out.detach(), *torch.autograd.grad(out, [x, weights, *(w for w in parameters if w is not None)], grad)
+
+
+def gradients(shape, layout, engine, activation="silu", dtype=torch.bfloat16, **options):
+    made = inputs(shape, layout, dtype)
+    grad = exact_inputs.exact_values(shape[0], shape[3], dtype=dtype, device=CUDA, seed=8)
     exact_inputs.poison(CUDA)
-    out = gbmoe.expert_mlp(x, plan, parameters[0], parameters[1], parameters[2], weights_TK=weights, activation=activation, engine=engine,
-                           layout=layout, **options)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+    return of_inputs(*made, layout, grad, activation=activation, engine=engine, **options)
+
+
+def allocated(shape, layout):
+    """Of a pass forward and backward whose inputs are there: the bytes of all that was allocated, and the most at a time."""
+    made = inputs(shape, layout)
+    grad = exact_inputs.exact_values(shape[0], shape[3], device=CUDA, dtype=torch.bfloat16, seed=8)
+    of_inputs(*made, layout, grad)  # what is kept for later calls
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, in_use = torch.cuda.memory_stats()["requested_bytes.all.allocated"], torch.cuda.memory_allocated()
+    of_inputs(*made, layout, grad)
+    return torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before, torch.cuda.max_memory_allocated() - in_use
 
 
 @pytest.mark.gpu
@@ -67,6 +87,22 @@ def test_weights_of_transformers_are_read_in_place(layout, shape, monkeypatch):
     copied = copied_weights(monkeypatch)
     gradients(shape, layout, "hopper")
     assert not copied
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(30000, 4, 2, 512, 512), (16000, 8, 2, 1024, 2816), (8000, 32, 4, 1024, 512)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.code)
+def test_a_layout_allocated_what_separate_weights_did_not(layout, shape):
+    """A copy of any weight, gradient or row would be allocated."""
+    if engines.ENGINES["hopper"].unavailable(CUDA):
+        pytest.skip("no Hopper")
+    got, peak = allocated(shape, layout)
+    expected, expected_peak = allocated(shape, WeightLayout())
+    # The smallest matrix of all experts has 2 MiB; descriptors and tables have a few KiB.
+    assert got <= expected + (1 << 19)
+    # One parameter for gate and up has one gradient, for which both of [P,F] have to be there.
+    tokens, _, top_k, _, ffn = shape
+    assert peak <= expected_peak + (1 << 19) + (2 * tokens * top_k * ffn if layout.is_combined else 0)
 
 
 @pytest.mark.gpu
