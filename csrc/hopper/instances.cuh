@@ -48,10 +48,11 @@ struct UpSettings : GemmSettings {
   static constexpr int kClusterN = kClusterN_;
 };
 
-// m-grouped: the same of weights whose columns are pairs of h's and g's, which lie contiguous along F.
+// m-grouped: the same of weights whose columns are pairs of h's and g's, which lie contiguous along F. A bias takes registers of the whole
+// main loop, and rows that have one are gathered ahead.
 template <typename T, typename Family, bool kGather>
 struct UpPairsSettings : UpSettings<T, EpilogueKind::kPairs, Family, true, kGather, 2> {
-  static constexpr bool kBias = true;
+  static constexpr bool kBias = !kGather;
 };
 
 // m-grouped: back through the second GEMM and the activation. The shared memory that three stages (four with narrow tiles) leave

@@ -38,6 +38,7 @@ void hopper_up_pairs(
   TensorMaps maps{};
   if (slot_of_row) {
     STD_TORCH_CHECK(!changes_gate(args.activation.kind), "hopper_up_pairs: only silu and gelu_tanh gather rows");
+    STD_TORCH_CHECK(!bias, "hopper_up_pairs: expected rows in memory where there is a bias");
     gather_from(maps, args, x, *slot_of_row, top_k, tiles);
   } else {
     maps.a[0] = map_of_a(x, tiles);

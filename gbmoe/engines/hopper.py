@@ -138,9 +138,9 @@ class Hopper(OwnKernels):
             return super().up_pairs(*arguments) if low is None else super().up_pairs_low_rank(*arguments, low)
         w = w.transpose(1, 2)
         second = _second_pair(low, True)
-        if _config(x, w.size(1) // 2, True, activation).gather_up_along_f:
+        if bias_EG is None and _config(x, w.size(1) // 2, True, activation).gather_up_along_f:
             return up_pairs_gemm(
-                aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w, bias_EG, sizes_E, activation, save, *second)
+                aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w, None, sizes_E, activation, save, *second)
         result = up_pairs_gemm(aligned(x.rows_PH()), None, 1, w, bias_EG, sizes_E, activation, save, *second)
         x.forget()
         return result
@@ -326,7 +326,7 @@ def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes
 
 def up_pairs_gemm(x, slot_of_row_P, top_k, w_EGH, bias_EG, sizes, activation, save, a2=None, b2=None):
     """Engine.up_pairs of weights that lie contiguous along F, and of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for
-    silu and gelu_tanh only."""
+    silu and gelu_tanh only, without a bias."""
     gathered = slot_of_row_P is not None
     a_PF = x.new_empty(slot_of_row_P.size(0) if gathered else x.size(0), w_EGH.size(1) // 2)
     pairs_PG = x.new_empty(a_PF.size(0), w_EGH.size(1)) if save else None

@@ -101,6 +101,7 @@ class Gemms:
         a.copy_(plain_activation.activate(h, g, name_of(activation)))
 
     def hopper_up_pairs(self, x, slots, top_k, w, a2, b2, places, bias, sizes, activation, tiling, workspace, a, pairs):
+        assert slots is None or bias is None
         self.gathers.append(slots is not None)
         x = rows_of(x, slots, top_k)
         total = self.sum("pairs", x, w.mT, a2, None if b2 is None else b2.mT, sizes)
@@ -415,7 +416,6 @@ def test_lines_of_tokens_before_a_second_pair(on_hopper, hidden, ffn, top_k, ran
     slots[::17], slots[rows:] = -1, -2
     gathered = torch.where((torch.arange(total, device=DEVICE) < rows).unsqueeze(1), rows_of(tokens, slots, top_k), float("nan"))
     t[rows:] = float("nan")
-    bias = exact_inputs.exact_values(len(sizes), 2 * ffn, dtype=dtype, device=DEVICE, seed=9)
 
     def results(config, along_f, second, *of):
         around = [torch.full((total + 2 * guard, columns), 7.0, dtype=dtype, device=DEVICE)
@@ -424,7 +424,7 @@ def test_lines_of_tokens_before_a_second_pair(on_hopper, hidden, ffn, top_k, ran
         lie = (lambda b: b.mT) if along_f else (lambda b: b.mT.contiguous())
         exact_inputs.poison(DEVICE)
         if pairs:
-            hopper.launch_up_pairs(config, *of, lie(w1), bias, on_device, "silu", *inner, *((t, lie(b2)) if second else ()))
+            hopper.launch_up_pairs(config, *of, lie(w1), None, on_device, "silu", *inner, *((t, lie(b2)) if second else ()))
         else:
             further = (t, lie(b2), lie(b2.flip(0))) if second else ()
             hopper.launch_up(config, *of, lie(w1), lie(w1.flip(0)), on_device, "silu", *inner, *further)
@@ -544,6 +544,9 @@ def test_a_second_pair_that_does_not_fit_is_refused(on_hopper):
                              ((a2, b2.mT.contiguous(), b2.mT.contiguous()[:, :8]), r"expected v2 .* 64 columns .*, got \[1,8,16\]")):
         with pytest.raises(RuntimeError, match="hopper_up_glu: " + message):
             hopper.launch_up(GemmConfig(WIDE), a, None, 1, *weights, sizes, "silu", *outs, *further)
+    with pytest.raises(RuntimeError, match="hopper_up_pairs: expected rows in memory where there is a bias"):
+        hopper.launch_up_pairs(GemmConfig(WIDE, cluster_n=2), a, torch.arange(8, device=DEVICE).int(), 1, b.mT, b.new_zeros(1, 64), sizes,
+                               "silu", torch.empty_like(a[:, :32]), None)
     with pytest.raises(RuntimeError, match="hopper_up_glu: expected v1, and rows in memory or CTAs in pairs"):
         hopper.launch_up(GemmConfig(WIDE), a, torch.arange(8, device=DEVICE).int(), 1, *weights, sizes, "silu", *outs, a2,
                          *[b2.mT.contiguous()] * 2)
