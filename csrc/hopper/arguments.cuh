@@ -50,6 +50,7 @@ struct Arguments {
   // tiled_n: the columns that tiles along N cover, which are size_n. Where kTransposedOut has two b side by side the second one's tiles
   // begin at second_n, else INT_MAX, and tiled_n is second_n + size_n.
   int tiled_n, second_n;
+  bool out_along_n;        // kTransposedOut: whether out[e] lies contiguous along N, and tiles of out[e].T are stored as they are made
   int size_m;              // M, k-grouped
   Pitch out_pitch;  // scaled operands, k-grouped: of the output
   bool adds;  // k-grouped kStore: to what the output has, which groups without rows leave as it is

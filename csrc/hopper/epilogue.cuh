@@ -185,7 +185,8 @@ template <typename Traits> struct Epilogue {
     __syncwarp();
     if constexpr (Traits::kTransposedOut) {
       if (lane == 0) {
-        tma_store(&maps.out[output], buffer, tile.m + row_in_tile, column, tile.group);
+        if (args.out_along_n) tma_store(&maps.out[output], buffer, column, tile.m + row_in_tile, tile.group);
+        else tma_store(&maps.out[output], buffer, tile.m + row_in_tile, column, tile.group);
         tma_store_commit();
       }
       return;
@@ -219,7 +220,7 @@ template <typename Traits> struct Epilogue {
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
       const uint32_t* m = pair + first + quarter * 4;
-      if constexpr (Traits::kTransposedOut) {
+      if (Traits::kTransposedOut && !args.out_along_n) {
         stmatrix_transposed(Shared::transposed_fragment_address(buffer, quarter), m[0], m[1], m[2], m[3]);
       } else {
         stmatrix(Shared::fragment_address(buffer, quarter), m[0], m[1], m[2], m[3]);

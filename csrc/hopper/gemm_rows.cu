@@ -18,6 +18,15 @@ void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, 
   else tiling.refuse("hopper_rows");
 }
 
+template <typename T, bool kTransposedB>
+void launch_biased_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, const hopper::Tiling& tiling,
+                        const hopper::Balancing& balancing, const Tensor& on) {
+  using namespace hopper;
+  if (tiling.is(kSquareTileN, 1, 2)) launch<BiasedPingPongRowsSettings<T, kTransposedB>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 2)) launch<BiasedRowsSettings<T, kTransposedB>>(maps, args, balancing, on);
+  else tiling.refuse("hopper_rows_biased");
+}
+
 // The map of b [E,K,N], or [E,N,K] with trans_b.
 CUtensorMap map_of_b(const Tensor& b, bool trans_b, int tile_n, const Places& places) {
   using namespace hopper;
@@ -95,7 +104,6 @@ void hopper_rows_biased(
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiles = tiling_of(tiling);
-  if (!tiles.is(kWideTileN, 1, 2)) tiles.refuse("hopper_rows_biased");
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiles);
   args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);
   args.bias = bias.data_ptr();
@@ -103,13 +111,13 @@ void hopper_rows_biased(
   TensorMaps maps{};
   maps.a[0] = map_of_a(a, tiles);
   args.places = places_of("hopper_rows_biased", places, args.groups);
-  maps.b[0] = map_of_b(b, trans_b, kWideTileN, args.places);
+  maps.b[0] = map_of_b(b, trans_b, static_cast<int>(tiles.tile_n), args.places);
   FurtherPairs{"hopper_rows_biased", trans_b ? 2 : 1, !trans_b, out.size(1), tiles}.add_second(maps, args, a2, b2);
   maps.out[0] = tensor_map(out, kBoxOut);
   const Balancing balancing{workspace, splitting_of(splitting)};
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows_biased", {
-    if (trans_b) launch<BiasedRowsSettings<T, false>>(maps, args, balancing, a);
-    else launch<BiasedRowsSettings<T, true>>(maps, args, balancing, a);
+    if (trans_b) launch_biased_rows<T, false>(maps, args, tiles, balancing, a);
+    else launch_biased_rows<T, true>(maps, args, tiles, balancing, a);
   });
 }
 

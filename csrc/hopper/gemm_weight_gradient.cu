@@ -43,9 +43,11 @@ void hopper_weights(
 }
 
 // hopper_weights with b[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot; in their dtype only. With a2
-// and out2, which have the shapes of a and out, the same for these, too.
+// and out2, which have the shapes of a and out, the same for these, too. Both outputs lie contiguous along their columns, or both along
+// their rows.
 //
-// The kernel's a are the gathered rows and its b is `a`, or a and a2 side by side: it makes tiles of out[e].T, which it stores transposed.
+// The kernel's a are the gathered rows and its b is `a`, or a and a2 side by side: it makes tiles of out[e].T, which it stores transposed
+// where columns are contiguous.
 void hopper_weights_gathered(
     Tensor a, std::optional<Tensor> a2, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes,
     std::vector<int64_t> tiling, Tensor workspace, std::vector<double> splitting, Tensor out, std::optional<Tensor> out2) {
@@ -58,12 +60,19 @@ void hopper_weights_gathered(
   TensorMaps maps{};
   gather_from(maps, args, tokens, slot_of_row, top_k, tiles);
   maps.b[0] = tensor_map(a, kBoxContiguousMN);
-  maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are 64 rows of out[e], a warp's 16 rows 32 bytes of each
+  args.out_along_n = contiguous_along_n(out);
+  // Transposed, a chunk's columns are 64 rows of out[e], and a warp's 16 rows 32 bytes of each.
+  const auto map_of_out = [&](const Tensor& to) {
+    return args.out_along_n ? tensor_map(to, kBoxOut, kLineBytes, kTwoLines, true) : tensor_map(to, 64, 32);
+  };
+  maps.out[0] = map_of_out(out);
   if (a2) {
     args.second_n = ceil_div(args.size_n, kWideTileN) * kWideTileN;
     args.tiled_n = args.second_n + args.size_n;
     maps.b[1] = tensor_map(*a2, kBoxContiguousMN);
-    maps.out[1] = tensor_map(*out2, 64, 32);
+    STD_TORCH_CHECK(
+        contiguous_along_n(*out2) == args.out_along_n, "hopper_weights_gathered: expected both outputs contiguous along the same dimension");
+    maps.out[1] = map_of_out(*out2);
   }
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights_gathered", {
     if (tiles.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2, 1>>(maps, args, balancing, a);

@@ -27,6 +27,11 @@ template <typename T, bool kTransposedB_, int kClusterM_, int kClusterN_> struct
   static constexpr int kTileN = kSquareTileN, kStages = 6, kClusterM = kClusterM_, kClusterN = kClusterN_;
 };
 
+// m-grouped: out = a @ b[e] + bias[e], in ping-pong, in pairs of CTAs.
+template <typename T, bool kTransposedB_> struct BiasedPingPongRowsSettings : PingPongRowsSettings<T, kTransposedB_, 1, 2> {
+  static constexpr bool kBias = true;
+};
+
 // m-grouped: out = a @ b[e], in ping-pong, in fp32: a router's logits.
 template <typename T> struct FloatRowsSettings : PingPongRowsSettings<T, false, 1, 1> {
   static constexpr EpilogueKind kEpilogue = EpilogueKind::kStoreFloat;

@@ -39,6 +39,8 @@ template <typename Traits> struct PingPongMainLoop {
       mbarrier_wait(own_turn, parity);
       parity ^= 1;
       Accumulators sum[2];
+      typename Epilogue<Traits>::Bias bias;
+      if constexpr (Traits::kBias) bias = epilogue.bias_of(tile);
       if (tile.rows > 64) multiply_tile<2>(sum, tile, shared, pipe, others_turn);
       else if (tile.rows > 0) multiply_tile<1>(sum, tile, shared, pipe, others_turn);
       else Mma::skip_tile(tile, shared, pipe), end_turn(others_turn);  // CTA 1 of a cluster along M
@@ -50,7 +52,8 @@ template <typename Traits> struct PingPongMainLoop {
         if constexpr (Traits::kEpilogue == EpilogueKind::kStoreFloat) {
           epilogue.store_float(tile, sum[half]);
         } else {
-          epilogue.hold(tile, sum[half]);
+          if constexpr (Traits::kBias) epilogue.hold(tile, sum[half], bias);
+          else epilogue.hold(tile, sum[half]);
           epilogue.finish();
         }
       }

@@ -74,7 +74,7 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr bool kGatherLines = kGatherA && kClusterN > 1, kGatherCopies = kGatherA && kClusterN == 1;
   static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu, kPairs = kEpilogue == EpilogueKind::kPairs;
   static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
-  static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // stores out[e] from tiles of out[e].T
+  static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // makes tiles of out[e].T, of which it stores out[e]
   static constexpr int kOutputTileN = kGlu ? kTileN / 2 : kTileN;    // a tile's columns of one output tensor
   static constexpr uint32_t kStageBytesB = kTileN / 64 * kSubtileBytes, kStageBytes = kStageBytesA + kStageBytesB;
   // A stage's scales: a's, of each row or (kScaledK) column, then b's, of two runs of 128 columns or (kScaledK) of each column.
@@ -109,7 +109,7 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr int kPackedAccumulators = kTileN / 4;  // the same rounded to 16 bits, in pairs
 
   static_assert(kTileN == kWideTileN || (!kGroupedK && !kGlu && !kPairs), "gradients of weights, and gates, need the widest tile");
-  static_assert(!Settings::kBias || (!kGroupedK && !kPingPong && !kScaled && !kGlu), "one tensor has the biases of all columns");
+  static_assert(!Settings::kBias || (!kGroupedK && !kScaled && !kGlu), "one tensor has the biases of all columns");
   static_assert(
       !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
   static_assert(!kGatherLines || (kClusterM == 1 && kClusterN == 2), "two CTAs load half of the lines each");

@@ -59,13 +59,15 @@ Arguments arguments(
 void set_product(
     Arguments& args, const char* name, const Tensor& a, const Tensor& b, const std::optional<Tensor>& a2,
     const std::optional<Tensor>& b2, bool along_r, const Tensor& out) {
-  STD_TORCH_CHECK(out.scalar_type() == a.scalar_type(), name, ": out has another dtype than the operands");
+  const bool to_float = out.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(to_float || out.scalar_type() == a.scalar_type(), name, ": expected out in float32 or in the operands' dtype");
   STD_TORCH_CHECK(
       a2.has_value() == b2.has_value() && (!a2 || (a2->size(1) == a.size(1) && a2->size(0) == a.size(0))), name,
       ": expected a second pair with the rows and the inner dimension of the first");
   Product& product = args.product;
   product.inner = static_cast<int>(a.size(1)), product.ranks = count_of_ranks(name, out.size(1));
   product.pairs = a2 ? 2 : 1;
+  product.to_float = to_float;
   product.along_r = along_r;
   product.a[0] = a.data_ptr(), product.a[1] = a2 ? a2->data_ptr() : nullptr;
   product.b[0] = b.data_ptr(), product.b[1] = b2 ? b2->data_ptr() : nullptr;
@@ -88,7 +90,7 @@ void set_gradient(Gradient& gradient, const char* name, const Tensor& left, cons
 
 // out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), [P,R]; bf16 and fp16, R and K multiples of 8, R at most 64. b [E,R,K],
 // or [E,K,R] with along_r, whose rows may lie further apart, and b2 as b. With slot_of_row, a and a2 are [tokens,K], and row r is that of
-// token slot_of_row[r] / top_k, or zeros where that names none.
+// token slot_of_row[r] / top_k, or zeros where that names none. out may be fp32.
 void rank_product(
     Tensor a, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2,
     Tensor sizes, bool along_r, Tensor out) {

@@ -20,6 +20,7 @@ struct Product {
   int stages;
   const void *a[2], *b[2];  // a is [P,K], or with slots the tokens [T,K]
   Pitch pitch_b;  // of both b
+  bool to_float;  // whether out is fp32, which rounds nothing
   void* out;  // [P,R]
 };
 
@@ -131,14 +132,15 @@ template <typename Traits> __device__ __forceinline__ void multiply_rows(const R
   for (int i = 0; i < 2 * kFragmentsM; ++i) {
     const int row = first_row + 8 * i + lane / 4;
     if (row >= tile.rows) continue;
-    Bits* out = static_cast<Bits*>(args.out) + static_cast<int64_t>(tile.row + row) * args.ranks;
+    const int64_t first = static_cast<int64_t>(tile.row + row) * args.ranks;
 #pragma unroll
     for (int j = 0; j < 2 * kPairsOfN; ++j) {
       const float(&of_lane)[4] = sums[i / 2][j];
       const int column = 8 * j + 2 * (lane % 4);
-      if (column < args.ranks) {
-        *reinterpret_cast<uint32_t*>(out + column) = pack(of_lane[i % 2 * 2], of_lane[i % 2 * 2 + 1], rows.is_half);
-      }
+      if (column >= args.ranks) continue;
+      const float one = of_lane[i % 2 * 2], other = of_lane[i % 2 * 2 + 1];
+      if (args.to_float) *reinterpret_cast<float2*>(static_cast<float*>(args.out) + first + column) = {one, other};
+      else *reinterpret_cast<uint32_t*>(static_cast<Bits*>(args.out) + first + column) = pack(one, other, rows.is_half);
     }
   }
 }
