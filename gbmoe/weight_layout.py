@@ -144,13 +144,25 @@ class WeightGradients:
         first asked for, and a, [P,F], and w2's rows, [P,H], take no more than one of three. False for rows in float8."""
         if not self._layout.is_combined or not isinstance(a_PF, torch.Tensor):
             return False
-        (rows, ffn), one = a_PF.shape, math.prod(self._like["w2"][0])
-        return rows * (experts * ffn * ffn + one) <= experts * ffn * one
+        of_a, of_rows, of_w2 = self._elements(a_PF, experts)
+        return of_a + of_rows <= of_w2
+
+    def need_the_memory_of_rows(self, a_PF: torch.Tensor, experts: int) -> bool:
+        """Of gradients that are_large_for a: whether most is in use while those of w1 and v1 are made, w2's rows among it. They read dh, dg
+        and x."""
+        of_a, of_rows, of_w2 = self._elements(a_PF, experts)
+        return 2 * of_a + of_rows > of_w2
+
+    def _elements(self, a_PF: torch.Tensor, experts: int) -> tuple[int, int, int]:
+        """Elements of a, of rows [P,H], and of w2."""
+        of_w2 = math.prod(self._like["w2"][0])
+        return a_PF.numel(), a_PF.size(0) * (of_w2 // max(experts * a_PF.size(1), 1)), of_w2
 
     def write(self, name: str, experts: Any, left_PF: Any, rows: Any, sizes_E: torch.Tensor, scale: float) -> None:
         """Have the engine `experts` make the gradient of w1, w2, v1 or "pairs", which is left.T @ rows of each expert. Here `scale` waits
         for `tensors`."""
-        experts.weight_gradient(left_PF, rows, sizes_E, self[name])
+        only = name == "pairs" or (name == "w1" and "v1" not in self._like and not self._layout.is_combined)
+        experts.weight_gradient(left_PF, rows, sizes_E, self[name], only)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The part [E,F,H] that is the gradient of the matrix w1, w2 or v1, or [E,2F,H] that of WeightLayout.pairs, to be written."""

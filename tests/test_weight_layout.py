@@ -151,21 +151,30 @@ def test_experts_of_every_layout(layout, gate, dtype, engine_on):
 
 @pytest.mark.parametrize("layout", [WeightLayout(), WeightLayout("gate_first", down_transposed=True), WeightLayout("interleaved", True)],
                          ids=lambda layout: layout.code)
-@pytest.mark.parametrize("tokens, large", [(4, True), (40, False)])
-def test_one_gradient_of_gate_and_up_lay_next_to_w2s_while_both_were_made(monkeypatch, layout, tokens, large):
-    """Where it is large next to the rows, that of w2 is made last: then dh and dg, and the rows of x, are free again."""
-    made, rows_of_up = [], []
+@pytest.mark.parametrize("tokens, large, again", [(4, True, False), (24, True, True), (40, False, False)])
+def test_one_gradient_of_gate_and_up_lay_next_to_w2s_while_both_were_made(monkeypatch, layout, tokens, large, again):
+    """Where it is large next to the rows, that of w2 is made last: then dh and dg, and the rows of x, are free again. Before, its own rows are
+    free where these would be in use next to most."""
+    made, kept, rows_of_up, rows_of_w2 = [], [], [], []
 
-    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
+    def down_backward(self, dz, *others):
+        rows_of_w2.append(weakref.ref(dz.rows_PH()))
+        return down(self, dz, *others)
+
+    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None, only=False):
         made.append("w2" if left_PF.size(1) == F and rows.rows_PH().equal(grad_TH[of_row]) else "up")
         if made[-1] == "up":
             rows_of_up.append(weakref.ref(left_PF))
+            kept.append(rows_of_w2[-1]() is not None)
         elif large and layout.is_combined:
             assert not any(of() is not None for of in rows_of_up)
-        return original(self, left_PF, rows, sizes_E, out_EFH)
+        return original(self, left_PF, rows, sizes_E, out_EFH, only)
 
     engine = type(engines.ENGINES["reference"])
-    original = engine.weight_gradient
+    original, down, down_pairs = engine.weight_gradient, engine.down_backward, engine.down_backward_pairs
+    monkeypatch.setattr(engine, "down_backward", down_backward)
+    monkeypatch.setattr(engine, "down_backward_pairs", lambda self, dz, *others: (
+        rows_of_w2.append(weakref.ref(dz.rows_PH())), down_pairs(self, dz, *others))[1])
     monkeypatch.setattr(engine, "weight_gradient", weight_gradient)
     matrices = [torch.randn(E, F, H).requires_grad_() for _ in range(3)]
     x, grad_TH = torch.randn(tokens, H).requires_grad_(), torch.randn(tokens, H)
@@ -180,6 +189,7 @@ def test_one_gradient_of_gate_and_up_lay_next_to_w2s_while_both_were_made(monkey
     got = gradients(layout, *laid_out(layout, *matrices))
     ups = 1 if layout.is_paired else 2
     assert made == (["up"] * ups + ["w2"] if large and layout.is_combined else ["w2"] + ["up"] * ups)
+    assert kept == [large and layout.is_combined and not again] * ups
     expected = gradients(WeightLayout(), *matrices)
     for one, other in zip(got, (expected[0], *laid_out(layout, *expected[1:]))):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -28,7 +28,7 @@ from gbmoe.slot_map import SlotMap
 
 # Columns of the matrices by which biases are added and their gradients summed, of which all but one are zeros: engines need rows of
 # multiples of 16 bytes.
-_ONES = 8
+RANKS_OF_BIAS = 8
 
 
 class GatheredRows:
@@ -213,21 +213,31 @@ class Engine(LowRankProducts):
 
     def add_bias(self, out_PN: torch.Tensor, bias_EN: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
         """out[rows of e] += bias[e], in place, by a product with ones, for which no row needs to know its expert. Returns out."""
-        ones_PB = out_PN.new_ones(out_PN.size(0), _ONES)
-        bias_EBN = torch.nn.functional.pad(bias_EN.unsqueeze(1), (0, 0, 0, _ONES - 1))
+        ones_PB = out_PN.new_ones(out_PN.size(0), RANKS_OF_BIAS)
+        bias_EBN = torch.nn.functional.pad(bias_EN.unsqueeze(1), (0, 0, 0, RANKS_OF_BIAS - 1))
         return self.product(ones_PB, bias_EBN, sizes_E, out=out_PN, accumulate=True)
 
     def bias_gradient(self, rows_PN: torch.Tensor, sizes_E: torch.Tensor, weights_P: torch.Tensor | None = None) -> torch.Tensor:
         """out[e], [E,N]: the sum of e's rows, each times its weight where there are weights; rank_gradient with a column of weights or
         ones, which sums in float32 and in a fixed order. What a weight loses in the rows' dtype is a second column."""
-        left_PB = rows_PN.new_zeros(rows_PN.size(0), _ONES)
         if weights_P is None:
+            left_PB = rows_PN.new_zeros(rows_PN.size(0), RANKS_OF_BIAS)
             left_PB[:, 0] = 1
             return self.rank_gradient(left_PB, rows_PN, sizes_E)[:, 0].contiguous()
-        left_PB[:, 0] = weights_P
-        left_PB[:, 1] = weights_P - left_PB[:, 0]
-        sums_EBN = self.rank_gradient(left_PB, rows_PN, sizes_E)
-        return (sums_EBN[:, 0].to(accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
+        return sum_of_both(self.rank_gradient(in_two_columns(weights_P, rows_PN.dtype), rows_PN, sizes_E))
+
+    def bias_backward(self, rows: GatheredRows, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, weights_P: torch.Tensor | None,
+                      ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(<bias[e], row> of each row of e, [P], in float32 for rows of 16 bits; bias_gradient of the rows with their weights): either None
+        without its argument. Rows after the last expert may have any product."""
+        rows_PN, dots_P = rows.rows_PH(), None
+        if bias_EN is not None:
+            dots_PE = self.linear(rows_PN, bias_EN.contiguous())
+            ends_E = sizes_E.to(rows_PN.device, torch.int64, non_blocking=True).cumsum(0)
+            row_P = torch.arange(rows_PN.size(0), dtype=torch.int64, device=rows_PN.device)
+            expert_P = torch.searchsorted(ends_E, row_P, right=True).clamp(max=bias_EN.size(0) - 1)
+            dots_P = dots_PE.gather(1, expert_P.unsqueeze(1)).squeeze(1)
+        return dots_P, None if weights_P is None else self.bias_gradient(rows_PN, sizes_E, weights_P)
 
     # What a user is told (gbmoe/ops/expert_path.py), for those that override the methods above and below. `rows` is P.
 
@@ -304,8 +314,9 @@ class Engine(LowRankProducts):
         return x
 
     def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor, out_EFH: torch.Tensor | None = None,
-                        ) -> torch.Tensor:
-        """out[e] = left[rows of e].T @ rows[rows of e]; exactly 0 for an expert without rows. out is allocated where it is None."""
+                        only: bool = False) -> torch.Tensor:
+        """out[e] = left[rows of e].T @ rows[rows of e]; exactly 0 for an expert without rows. out is allocated where it is None. `only`: no
+        other gradient of weights has these rows."""
         if out_EFH is None:
             out_EFH = rows.new_empty(sizes_E.numel(), left_PF.size(1), rows.rows_PH().size(1))
         self.write_gradient(left_PF, rows.rows_PH(), sizes_E, out_EFH)
@@ -349,6 +360,19 @@ class Engine(LowRankProducts):
                              out_EFH: torch.Tensor, out2_EFH: torch.Tensor) -> None:
         """weight_gradient of both left sides, which have one shape, in one GEMM, where makes_two_weight_gradients says so."""
         raise TypeError(f"{type(self).__name__} makes one gradient at a time")
+
+
+def in_two_columns(weights_P: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights as a left side [P,RANKS_OF_BIAS] of rank_gradient: the first column has them, the second what they lose in `dtype`."""
+    left_PB = weights_P.new_zeros(weights_P.size(0), RANKS_OF_BIAS, dtype=dtype)
+    left_PB[:, 0] = weights_P
+    left_PB[:, 1] = weights_P - left_PB[:, 0]
+    return left_PB
+
+
+def sum_of_both(sums_EBN: torch.Tensor) -> torch.Tensor:
+    """[E,N] of what rank_gradient made of in_two_columns."""
+    return (sums_EBN[:, 0].to(accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
 
 
 def why_not_cuda(device: torch.device) -> str | None:

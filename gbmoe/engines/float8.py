@@ -119,6 +119,9 @@ class Float8(Engine):
             return _sums_of_blocks(rows_PN)
         return self.unscaled.bias_gradient(rows_PN, sizes_E, weights_P)
 
+    def bias_backward(self, rows, bias_EN, sizes_E, weights_P):
+        return self.unscaled.bias_backward(rows, bias_EN, sizes_E, weights_P)
+
     def gathers_before_up(self, ffn, activation, token_bytes):
         return False  # what is gathered is quantised on its way
 
@@ -168,9 +171,9 @@ class Float8(Engine):
     def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E, out_EFH, out2_EFH):
         self.unscaled.two_weight_gradients(left_PF, left2_PF, rows, sizes_E, out_EFH, out2_EFH)
 
-    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
+    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None, only=False):
         if not self.float8_weight_gradients:
-            return self.unscaled.weight_gradient(left_PF, rows, sizes_E, out_EFH)
+            return self.unscaled.weight_gradient(left_PF, rows, sizes_E, out_EFH, only)
         # w1's gradient and v1's have the same rows on the right.
         right = rows.once("k_blocks", lambda: self._gathered_k_blocks(rows, sizes_E))
         left = left_PF if isinstance(left_PF, ScaledKBlocks) else self._k_blocks(left_PF, sizes_E)

@@ -17,7 +17,7 @@ from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.lora_products import LowRank
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.launch import availability
-from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
+from gbmoe.launch.alignment import aligned, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
 from gbmoe.separate_weights import in_memory
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
@@ -223,9 +223,12 @@ class Hopper(OwnKernels):
                     aligned(low.rows_PR), b3)
         return dx_PH
 
-    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
-        gathers = _config(rows, left_PF.size(1)).gather_weight_gradient and (out_EFH is None or has_aligned_rows(out_EFH))
-        if not gathers:
+    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None, only=False):
+        num_rows, columns = left_PF.shape
+        config = _config(rows, columns)
+        gathers = config.gather_weight_gradient or (
+            only and config.gather_only_weight_gradient and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), columns // 2))
+        if not gathers or (out_EFH is not None and lies_transposed(out_EFH) is None):
             return super().weight_gradient(left_PF, rows, sizes_E, out_EFH)
         return weight_gradient_gemm_gathered(
             left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E, out_EFH)
@@ -235,10 +238,11 @@ class Hopper(OwnKernels):
         return _config(rows, ffn).gather_two_weight_gradients and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn)
 
     def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E, out_EFH, out2_EFH):
-        if has_aligned_rows(out_EFH) and has_aligned_rows(out2_EFH):
+        along_f = lies_transposed(out_EFH)
+        if along_f is not None and lies_transposed(out2_EFH) == along_f:
             two_weight_gradients_gemm_gathered(
                 left_PF, left2_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E, out_EFH, out2_EFH)
-        else:  # no kernel that gathers stores columns
+        else:
             self.write_gradient(left_PF, rows.rows_PH(), sizes_E, out_EFH)
             self.write_gradient(left2_PF, rows.rows_PH(), sizes_E, out2_EFH)
 
@@ -366,13 +370,13 @@ def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
 
 
 def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH=None):
-    """out[e] = a[rows of e].T @ x[token of row], [E,F,H], whose rows may lie further apart. Rows without a slot count as zero rows of x.
-    a may hold anything after the last group."""
+    """out[e] = a[rows of e].T @ x[token of row], [E,F,H], contiguous along H or F, whose rows or columns may lie further apart. Rows without a slot count as zero rows of x. a may hold anything after the last group."""
     return _weight_gradients_gathered(a_PF, None, x_TH, slot_of_row_P, top_k, sizes, out_EFH, None)[0]
 
 
 def two_weight_gradients_gemm_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH=None, out2_EFH=None):
-    """weight_gradient_gemm_gathered of a and of a2, which has a's shape, in one launch."""
+    """weight_gradient_gemm_gathered of a and of a2, which has a's shape, in one launch; both results are contiguous along the same
+    dimension."""
     return _weight_gradients_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH, out2_EFH)
 
 

@@ -49,9 +49,9 @@ class InPrograms:
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         return _up_backward([dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, self._engine])
 
-    def weight_gradient(self, left_PF, rows: GatheredRows, sizes_E, out_EFH=None):
+    def weight_gradient(self, left_PF, rows: GatheredRows, sizes_E, out_EFH=None, only=False):
         if out_EFH is None or not rows.are_gathered:
-            return self._engine.weight_gradient(left_PF, rows, sizes_E, out_EFH)
+            return self._engine.weight_gradient(left_PF, rows, sizes_E, out_EFH, only)
         _weight_gradient([left_PF, *_parts(rows), sizes_E, out_EFH, self._engine])
         return out_EFH
 

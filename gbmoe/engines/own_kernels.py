@@ -9,7 +9,7 @@ import torch
 
 from gbmoe import launch
 from gbmoe._checks import require
-from gbmoe.engines.base import Engine, GatheredRows, device_sizes
+from gbmoe.engines.base import RANKS_OF_BIAS, Engine, GatheredRows, device_sizes, in_two_columns, sum_of_both
 from gbmoe.engines.lora_products import RankProduct
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
@@ -188,6 +188,22 @@ class OwnKernels(Engine):
             _written(gradient.out_ERN, made_ERN)
         return out_PR
 
+    def bias_backward(self, rows, bias_EN, sizes_E, weights_P):
+        """By the kernels of csrc/low_rank/, which read the rows once for both: the bias is the same for all ranks, and the product is in
+        float32."""
+        if bias_EN is None or not self._has_product_kernel(rows, bias_EN.unsqueeze(1), None):
+            return super().bias_backward(rows, bias_EN, sizes_E, weights_P)
+        product = RankProduct(rows, bias_EN.unsqueeze(1).expand(-1, RANKS_OF_BIAS, -1))
+        operands, dots_PB, wide = _product_operands(product, sizes_E, torch.float32)
+        if weights_P is None:
+            torch.ops.gbmoe_cuda.rank_product(*operands, dots_PB)
+            return dots_PB[:, 0], None
+        left_PB = in_two_columns(weights_P, wide.dtype)
+        sums_EBN = _gradient_to_write(left_PB, wide, sizes_E, None)
+        nothing = [None] * (3 * (_MOST_GRADIENTS - 1))
+        torch.ops.gbmoe_cuda.rank_product_and_gradients(*operands, dots_PB, left_PB, wide, sums_EBN, *nothing)
+        return dots_PB[:, 0], sum_of_both(sums_EBN)
+
     def _has_product_kernel(self, a: GatheredRows | torch.Tensor, b_ERK: torch.Tensor, a2: torch.Tensor | None) -> bool:
         """Whether csrc/low_rank/ computes rank_product."""
         rows = a.size(0) if isinstance(a, torch.Tensor) else a.num_rows
@@ -218,12 +234,13 @@ def _wide_operand(rows: GatheredRows | torch.Tensor) -> tuple[torch.Tensor, torc
     return (aligned(rows.rows_PH()), None, 1) if tokens_TN is None else (aligned(tokens_TN), slot_of_row_P, rows.slots.top_k)
 
 
-def _product_operands(product: RankProduct, sizes_E: torch.Tensor) -> tuple[tuple, torch.Tensor, torch.Tensor]:
-    """(the operator's arguments before `out`, a new `out`, a as it lies in memory)."""
+def _product_operands(product: RankProduct, sizes_E: torch.Tensor, out_dtype: torch.dtype | None = None,
+                      ) -> tuple[tuple, torch.Tensor, torch.Tensor]:
+    """(the operator's arguments before `out`, a new `out`, a as it lies in memory); `out_dtype` may be float32."""
     (a, slot_of_row_P, top_k), b_ERK, a2 = _wide_operand(product.a), product.b_ERK, product.a2
     require(a.dtype == b_ERK.dtype, "rank_product", "b", lambda: f"the dtype of a, {a.dtype}", b_ERK.dtype, TypeError)
     b, b2, along_r = two_in_place(b_ERK, product.b2_ERK)
-    out_PR = a.new_empty(a.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), b_ERK.size(1))
+    out_PR = a.new_empty(a.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), b_ERK.size(1), dtype=out_dtype)
     return (a, slot_of_row_P, top_k, b, None if a2 is None else aligned(a2), b2, device_sizes(sizes_E, a.device), along_r), out_PR, a
 
 

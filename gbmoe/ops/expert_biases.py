@@ -19,15 +19,25 @@ if TYPE_CHECKING:
     from gbmoe.weight_layout import WeightGradients
 
 
-def gradients(experts: Engine, dz: GatheredRows, dh_PF: torch.Tensor, dg_PF: torch.Tensor | None, weights_TK: torch.Tensor | None,
-              sizes_E: torch.Tensor, wanted: Gradients, to: WeightGradients) -> None:
-    """Leave the gradients of biases that are wanted in `to`. dh (and dg), [P,F], or dh the pairs [P,2F], are those of the products."""
+def gradients_of_up(experts: Engine, dh_PF: torch.Tensor, dg_PF: torch.Tensor | None, sizes_E: torch.Tensor, wanted: Gradients,
+                    to: WeightGradients) -> None:
+    """Leave the gradients of w1_bias and v1_bias that are wanted in `to`. dh (and dg), [P,F], or dh the pairs [P,2F], are the products'."""
     if wanted.w1_bias:
         to.set_bias("w1", experts.bias_gradient(dh_PF, sizes_E))
     if wanted.v1_bias and dg_PF is not None:
         to.set_bias("v1", experts.bias_gradient(dg_PF, sizes_E))
-    if wanted.w2_bias:
-        to.set_bias("w2", experts.bias_gradient(dz.rows_PH(), sizes_E, _weights_of_rows(dz.slots.slot_of_row_P, weights_TK)))
+
+
+def gradients_of_down(experts: Engine, dz: GatheredRows, bias_EH: torch.Tensor, weights_TK: torch.Tensor | None, sizes_E: torch.Tensor,
+                      wanted: Gradients, to: WeightGradients, dweights_TK: torch.Tensor | None) -> torch.Tensor | None:
+    """Leave w2_bias's gradient in `to` if it is wanted. Returns dweights [T,K], where the router's are wanted with <bias[e], dz[row]> added
+    for each slot that has a row."""
+    weights_P = _weights_of_rows(dz.slots.slot_of_row_P, weights_TK) if wanted.w2_bias else None
+    adds_to = dweights_TK if wanted.weights else None
+    dots_P, gradient_EH = experts.bias_backward(dz, None if adds_to is None else bias_EH, sizes_E, weights_P)
+    if gradient_EH is not None:
+        to.set_bias("w2", gradient_EH)
+    return dweights_TK if adds_to is None or dots_P is None else _added(dots_P, dz.slots.row_of_slot_TK, sizes_E, adds_to)
 
 
 def _weights_of_rows(slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
@@ -39,16 +49,8 @@ def _weights_of_rows(slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | Non
     return torch.where((slot_of_row_P >= 0) & (slot_of_row_P < slots), weight_P, 0)
 
 
-def add_to_router_gradient(experts: Engine, dz: GatheredRows, bias_EH: torch.Tensor, sizes_E: torch.Tensor, dweights_TK: torch.Tensor,
-                           ) -> torch.Tensor:
-    """dweights [T,K] with <bias[e], dz[row]> added for each slot that has a row."""
-    rows_PH = dz.rows_PH()
-    dots_PE = experts.linear(rows_PH, bias_EH.contiguous())
-    ends_E = sizes_E.to(rows_PH.device, torch.int64, non_blocking=True).cumsum(0)
-    row_of_slot = dz.slots.row_of_slot_TK
-    row_TK = row_of_slot.clamp(min=0).long()
-    expert_TK = torch.searchsorted(ends_E, row_TK, right=True).clamp(max=bias_EH.size(0) - 1)
-    # A slot whose row lies after the last expert's has none.
-    has_row_TK = (row_of_slot >= 0) & (row_TK < ends_E[-1])
-    dot_TK = torch.where(has_row_TK, dots_PE[row_TK, expert_TK], 0)
-    return (dweights_TK + dot_TK).to(dweights_TK.dtype)
+def _added(dots_P: torch.Tensor, row_of_slot_TK: torch.Tensor, sizes_E: torch.Tensor, dweights_TK: torch.Tensor) -> torch.Tensor:
+    """dweights with each slot's row's dot added. A slot whose row lies after the last expert's has none."""
+    row_TK = row_of_slot_TK.clamp(min=0).long()
+    has_row_TK = (row_of_slot_TK >= 0) & (row_TK < sizes_E.sum().to(row_TK.device, non_blocking=True))
+    return (dweights_TK + torch.where(has_row_TK, dots_P[row_TK], 0)).to(dweights_TK.dtype)

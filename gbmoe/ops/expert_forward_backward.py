@@ -246,10 +246,9 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     del w2
     if wanted.w2 or wanted.w2_bias or weights.biases.w2 is not None:
         dz = experts.rows_for_weights(dz)
-    if wanted.any_bias:
-        expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
-    if wanted.weights and weights.biases.w2 is not None and dweights_TK is not None:
-        dweights_TK = expert_biases.add_to_router_gradient(experts, dz, weights.biases.w2, sizes_E, dweights_TK)
+    expert_biases.gradients_of_up(experts, dh_PF, dg_PF, sizes_E, wanted, gradients)
+    if weights.biases.w2 is not None:
+        dweights_TK = expert_biases.gradients_of_down(experts, dz, weights.biases.w2, weights_TK, sizes_E, wanted, gradients, dweights_TK)
     if wanted.weights:
         t.give_back_router_gradient(dweights_TK)
     del dweights_TK
@@ -261,6 +260,8 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     for_w2 = None
     if wanted.w2 and wanted.w1 and not t.gives_back_first and gradients.are_large_for(a_PF, sizes_E.numel()):
         for_w2 = a_PF, dz
+        if gradients.need_the_memory_of_rows(a_PF, sizes_E.numel()):
+            dz.forget()  # they are gathered again
     elif wanted.w2:
         gradients.write("w2", experts, a_PF, dz, sizes_E, left)
     del a_PF, dz, weights_TK

@@ -41,6 +41,8 @@ class LayerConfig:
         gather_down_backward: the GEMM of the output's gradient with w2, and that of w2's gradient, read their rows from the
             tokens' gradients.
         gather_weight_gradient: the GEMMs of w1's and v1's gradients read their rows from the tokens.
+        gather_only_weight_gradient: likewise, where no other GEMM reads these rows: of w1 without v1, or of pairs [2F]; see also
+            rows_pay_for_two.
         gather_two_weight_gradients: of a GLU, one GEMM does so for both, rather than one each; see also rows_pay_for_two.
         fuse_activation_gradient: in the GEMM of the output's gradient with w2, warps next to the main loop compute the
             activation's gradient.
@@ -49,6 +51,7 @@ class LayerConfig:
     gather_up_along_f: bool
     gather_down_backward: bool
     gather_weight_gradient: bool
+    gather_only_weight_gradient: bool
     gather_two_weight_gradients: bool
     fuse_activation_gradient: bool
 
@@ -76,6 +79,7 @@ def layer_config(hidden: int, ffn: int, glu: bool, activation: str, token_bytes:
         gather_up_along_f=may_gather_up and in_pairs,
         gather_down_backward=reachable and ffn <= _IN_DOWN_BACKWARD,
         gather_weight_gradient=reachable and ffn <= _IN_WEIGHT_GRADIENT,
+        gather_only_weight_gradient=reachable and not padded and ffn <= 2 * _IN_TWO_GRADIENTS,
         gather_two_weight_gradients=reachable and not padded and ffn <= _IN_TWO_GRADIENTS,
         fuse_activation_gradient=hidden >= _TERMS_THAT_HIDE_ACTIVATION,
     )
@@ -85,4 +89,5 @@ def layer_config(hidden: int, ffn: int, glu: bool, activation: str, token_bytes:
 def layer_config_of_gathered(hidden: int, ffn: int, glu: bool, activation: str) -> LayerConfig:
     """layer_config of rows that lie gathered in memory: no GEMM gathers them."""
     return replace(layer_config(hidden, ffn, glu, activation, 0, False), gather_up=False, gather_up_along_f=False,
-                   gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)
+                   gather_down_backward=False, gather_weight_gradient=False, gather_only_weight_gradient=False,
+                   gather_two_weight_gradients=False)

@@ -5,25 +5,26 @@ import pytest
 from gbmoe.tuning import gathering
 
 
-@pytest.mark.parametrize("hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, two, fuse", [
-    (1536, 256, True, "silu", True, True, True, True, True, True),             # "fine"
-    (2048, 512, True, "gelu_tanh", True, True, False, True, True, True),
-    (2048, 512, True, "relu", False, False, False, True, True, True),
-    (2048, 768, True, "silu", True, False, False, False, True, True),          # qwen3
-    (2048, 768, True, "gelu", False, False, False, False, True, True),
-    (2048, 768, False, "silu", False, False, False, False, True, True),        # three tiles, which do not form pairs
-    (2048, 1024, True, "silu", True, False, False, False, True, True),         # olmoe
-    (2048, 1408, True, "silu", False, False, False, False, False, True),       # eleven
-    (7168, 2048, True, "silu", True, False, False, False, False, True),
-    (2048, 2304, True, "silu", False, False, False, False, False, True),
-    (1024, 4096, False, "silu", False, False, False, False, False, False),
+@pytest.mark.parametrize("hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, only, two, fuse", [
+    (1536, 256, True, "silu", True, True, True, True, True, True, True),              # "fine"
+    (2048, 512, True, "gelu_tanh", True, True, False, True, True, True, True),
+    (2048, 512, True, "relu", False, False, False, True, True, True, True),
+    (2048, 768, True, "silu", True, False, False, False, True, True, True),           # qwen3
+    (2048, 768, True, "gelu", False, False, False, False, True, True, True),
+    (2048, 768, False, "silu", False, False, False, False, True, True, True),         # three tiles, which do not form pairs
+    (2048, 1024, True, "silu", True, False, False, False, True, True, True),          # olmoe
+    (2048, 1408, True, "silu", False, False, False, False, True, False, True),        # eleven
+    (7168, 2048, True, "silu", True, False, False, False, True, False, True),
+    (2048, 2304, True, "silu", False, False, False, False, False, False, True),
+    (1024, 4096, False, "silu", False, False, False, False, False, False, False),
 ])
-def test_layer_config(hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, two, fuse):
+def test_layer_config(hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, only, two, fuse):
     """`padded`: whether it gathers in the first GEMM where rows may have no token; `two`: whether one GEMM gathers for the gradients of
-    both w1 and v1, where all rows have a token."""
+    both w1 and v1, where all rows have a token, and `only`: likewise for one gradient alone, of F columns."""
     for rows_are_padded, in_up in ((False, gather_up), (True, padded)):
         assert gathering.layer_config(hidden, ffn, glu, activation, 1 << 30, rows_are_padded) == gathering.LayerConfig(
-            in_up, in_up and not rows_are_padded, gather_down_backward, gather_weight_gradient, two and not rows_are_padded, fuse)
+            in_up, in_up and not rows_are_padded, gather_down_backward, gather_weight_gradient, only and not rows_are_padded,
+            two and not rows_are_padded, fuse)
 
 
 def test_single_ctas_gather_no_rows_for_weights_along_f():

@@ -95,7 +95,8 @@ class _Rows(ctypes.Structure):
 class _Product(ctypes.Structure):
     """low_rank::Product, field by field."""
     _fields_ = [*((name, ctypes.c_int) for name in ("inner", "ranks", "pairs")), ("along_r", ctypes.c_bool), ("stages", ctypes.c_int),
-                ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("out", ctypes.c_void_p)]
+                ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("to_float", ctypes.c_bool),
+                ("out", ctypes.c_void_p)]
 
 
 class _Gradient(ctypes.Structure):
@@ -169,7 +170,7 @@ def low_rank_arguments(sizes, rows, slot_of_row, top_k, product, gradients):
     if product is not None:
         a, b, a2, b2, along_r, out = product
         arguments.product = _Product(a.size(1), out.size(1), 1 if a2 is None else 2, along_r, 0, _pointers(a, a2), _pointers(b, b2),
-                                     _Pitch.of(b), out.data_ptr())
+                                     _Pitch.of(b), out.dtype == torch.float32, out.data_ptr())
     return arguments, max(out.size(-1 if out.dim() == 2 else 1) for out in (*(product or ())[5:], *(made for *_, made in gradients)))
 
 
