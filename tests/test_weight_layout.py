@@ -153,8 +153,8 @@ def test_experts_of_every_layout(layout, gate, dtype, engine_on):
                          ids=lambda layout: layout.code)
 @pytest.mark.parametrize("tokens, large, again", [(4, True, False), (24, True, True), (40, False, False)])
 def test_one_gradient_of_gate_and_up_lay_next_to_w2s_while_both_were_made(monkeypatch, layout, tokens, large, again):
-    """Where it is large next to the rows, that of w2 is made last: then dh and dg, and the rows of x, are free again. Before, its own rows are
-    free where these would be in use next to most."""
+    """Where it is large next to the rows, that of w2 is made last: then dh and dg, and the rows of x, are free again. Before, its own rows
+    are free where these would be in use next to most."""
     made, kept, rows_of_up, rows_of_w2 = [], [], [], []
 
     def down_backward(self, dz, *others):

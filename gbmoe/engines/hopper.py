@@ -370,7 +370,8 @@ def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
 
 
 def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH=None):
-    """out[e] = a[rows of e].T @ x[token of row], [E,F,H], contiguous along H or F, whose rows or columns may lie further apart. Rows without a slot count as zero rows of x. a may hold anything after the last group."""
+    """out[e] = a[rows of e].T @ x[token of row], [E,F,H], contiguous along H or F, whose rows or columns may lie further apart. Rows
+    without a slot count as zero rows of x. a may hold anything after the last group."""
     return _weight_gradients_gathered(a_PF, None, x_TH, slot_of_row_P, top_k, sizes, out_EFH, None)[0]
 
 

@@ -244,7 +244,11 @@ def down_backward_pairs_gemm(device: Device, ffn: int) -> GemmConfig:
 
 @functools.lru_cache(maxsize=1024)
 def biased_rows_gemm(device: Device, rows: int, groups: int, inner: int, columns: int, *, splits: bool = True) -> GemmConfig:
-    """The configuration of out[rows of e] = a[rows of e] @ b[e] + bias[e]: rows_gemm's rules, for the one shape of tiles that adds them."""
+    """The configuration of out[rows of e] = a[rows of e] @ b[e] + bias[e]: rows_gemm's rules, for the tiles that add them, square ones in
+    ping-pong and wide ones, both in pairs along N."""
+    config = rows_gemm(device, rows, groups, inner, columns, splits=splits)
+    if config.ping_pong:
+        return replace(config, cluster_m=1, cluster_n=2)
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE
     counter = inner >= 2048
     pays = splits and counter and square_tiles <= device.tiles(1 << 13)

@@ -417,6 +417,56 @@ def test_two_weight_gradients_of_one_gemm_are_those_of_two(monkeypatch, sizes, h
         assert_as_accurate_as(gradient, *expected_weights(left, gathered, sizes, torch.bfloat16), "with sums that are split")
 
 
+@pytest.mark.memcheck
+@pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 520, 2), (1544, 512, 3), (264, 768, 8)])
+@pytest.mark.parametrize("sizes", [SIZES, [3] * 200, [5000], [0, 9, 0]], ids=lambda sizes: f"{len(sizes)} groups")
+def test_gradients_that_lie_transposed_were_made_of_rows_in_memory(monkeypatch, sizes, hidden, ffn, top_k):
+    """They have the bits of those that do not; alone, and as two halves of one tensor [E,H,2F], of which no column is the other half's."""
+    x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, hidden, ffn, top_k)
+    a2, on_device = drawn(torch.bfloat16, 6)(*a.shape, number=1), torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
+    real = hopper_tiles.weight_gradient_gemm
+    for clusters in ((1, 2), (2, 1), (1, 1)):
+        def choice(*of, clusters=clusters, **more):
+            return replace(real(*of, **more), cluster_m=clusters[0], cluster_n=clusters[1])
+        monkeypatch.setattr(hopper_tiles, "weight_gradient_gemm", choice)
+        expected = hopper.two_weight_gradients_gemm_gathered(a, a2, x, slots, top_k, on_device)
+        whole = torch.full((len(sizes), hidden, 2 * ffn + 16), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        halves = whole[..., :ffn].transpose(1, 2), whole[..., ffn + 8: 2 * ffn + 8].transpose(1, 2)
+        exact_inputs.poison(DEVICE)
+        hopper.two_weight_gradients_gemm_gathered(a, a2, x, slots, top_k, on_device, *halves)
+        assert all(map(torch.equal, halves, expected)), clusters
+        assert bool(whole[..., ffn: ffn + 8].isnan().all()) and bool(whole[..., 2 * ffn + 8:].isnan().all())
+        alone = torch.full((len(sizes), hidden, ffn), float("nan"), dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
+        hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device, alone)
+        assert torch.equal(alone, hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device)), clusters
+    with pytest.raises(RuntimeError, match="contiguous along the same dimension"):
+        hopper.two_weight_gradients_gemm_gathered(a, a2, x, slots, top_k, on_device, alone, torch.empty_like(expected[1]))
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("sizes", [SIZES, [3] * 200, [5000], [0, 9, 0]], ids=lambda sizes: f"{len(sizes)} groups")
+@pytest.mark.parametrize("inner, columns", [(72, 136), (520, 8), (2048, 384), (136, 1000)])
+def test_biases_are_added_in_square_tiles_too(monkeypatch, dtype, sizes, inner, columns):
+    """With the bits of wide ones, of weights in both orders."""
+    draw, on_device, rows = drawn(dtype, 11), torch.tensor(sizes, device=DEVICE), sum(sizes)
+    a, b, bias = draw(rows, inner, number=1), draw(len(sizes), inner, columns, number=2), draw(len(sizes), columns, number=3)
+    of_rows = bias.repeat_interleave(on_device, 0)
+    exact, baseline = (torch.cat([part.to(t) @ m.to(t) for part, m in zip(a.split(sizes), b)]) + of_rows.to(t)
+                       for t in (torch.float64, torch.float32))
+    real, results = hopper_tiles.biased_rows_gemm, []
+    for tile_n in (hopper_tiles.WIDE, hopper_tiles.SQUARE):
+        def choice(*of, tile_n=tile_n, **more):
+            return replace(real(*of, **more), tile_n=tile_n, cluster_n=2, ping_pong=tile_n == hopper_tiles.SQUARE, split=WHOLE)
+        monkeypatch.setattr(hopper_tiles, "biased_rows_gemm", choice)
+        for trans_b in (False, True):
+            exact_inputs.poison(DEVICE)
+            lies = b.transpose(1, 2).contiguous() if trans_b else b
+            results.append(hopper.biased_rows_gemm(a, lies, bias, on_device, trans_b, splits=False))
+    assert_as_accurate_as(results[0], baseline.to(dtype), exact)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize("ffn, align, keep, gemms, gathers", [
     (768, 1, False, 1, 1), (1024, 1, False, 1, 1), (1032, 1, False, 0, 3), (768, 64, False, 0, 3), (768, 1, True, 0, 2)])
 def test_backward_of_a_glu_gathers_rows_of_x_inside_one_gemm(monkeypatch, ffn, align, keep, gemms, gathers):

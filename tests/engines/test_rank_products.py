@@ -90,6 +90,10 @@ def test_products_of_one_pair_and_of_two(device, dtype, rank):  # noqa: F811
                     assert_as_accurate_as(results[-1][:sum(sizes)], baseline.to(dtype), exact, name)
                     assert bool(results[-1][sum(sizes):].isnan().all()), name
                 assert torch.equal(*(result[:sum(sizes)] for result in results))
+                wide = poisoned(sum(sizes) + BEHIND, rank, dtype=torch.float32, device=device)
+                torch.ops.gbmoe_cuda.rank_product(a, None, 1, b, a2 if two else None, b2 if two else None, on_device, False, wide)
+                assert torch.equal(wide[:sum(sizes)].to(dtype), results[0][:sum(sizes)]) and bool(wide[sum(sizes):].isnan().all())
+                assert_as_accurate_as(wide[:sum(sizes)], baseline, exact, f"{len(sizes)} groups in float32")
 
 
 def of_tokens(tokens, columns, rows, dtype, device):  # noqa: F811
