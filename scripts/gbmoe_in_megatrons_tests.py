@@ -1,15 +1,15 @@
-"""A plugin for pytest: gbmoe in Megatron-Core's own unit tests, of its repository, unchanged. The data that conftest.py downloads stays away.
+"""A plugin for pytest: gbmoe in Megatron-Core's own unit tests, of its repository, unchanged. conftest.py downloads no data with it.
 
     git clone --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM && cd Megatron-LM
     PYTHONPATH=GBMOE/scripts:GBMOE torchrun --nproc_per_node 2 -m pytest -p gbmoe_in_megatrons_tests \\
         ./tests/unit_tests/transformer/moe
 
-GBMOE is a checkout of gbmoe. It needs the environment that scripts/test_frameworks.sh makes. With WITHOUT_GBMOE=1 the same tests run without
-gbmoe, by which what fails for its own reasons is known. A report (--junit-xml) says of each test, as the property "gbmoe", what it called
-of gbmoe: experts, permutation, router.
+GBMOE is a checkout of gbmoe; scripts/test_frameworks.sh makes the environment. With WITHOUT_GBMOE=1 the same tests run without gbmoe, so
+that what fails without it, too, is known. A report (--junit-xml) says of each test, as its property "gbmoe", what of gbmoe it used:
+experts-made, experts, permutation, router.
 
-Without TransformerEngine its specifications become Megatron's local ones, and tests that are skipped below its release 2.1.0 run. Without a GPU what
-tests put on one is on the CPU, gloo replaces nccl, and TransformerEngine counts as not installed, because there its modules compute nothing.
+Without TransformerEngine its specifications become Megatron's local ones, and tests that are skipped below its release 2.1.0 run. Without a
+GPU what tests put on one is on the CPU, gloo replaces nccl, and TransformerEngine counts as not installed, since its modules need a GPU.
 """
 
 import contextlib
@@ -86,6 +86,7 @@ def _noted(name, function):
 def _install_gbmoe():
     from gbmoe.compat.megatron import GroupedExperts, install, installation
 
+    GroupedExperts.__init__ = _noted("experts-made", GroupedExperts.__init__)
     GroupedExperts.forward = _noted("experts", GroupedExperts.forward)
     for kind, functions in (("permutation", installation._PERMUTATION), ("router", installation._ROUTER)):
         functions.update({name: _noted(kind, function) for name, function in functions.items()})
@@ -101,7 +102,7 @@ def pytest_runtest_call(item):
         item.user_properties.append(("gbmoe", " ".join(sorted(_called))))
 
 
-_called: set[str] = set()  # what the test that runs has called of gbmoe
+_called: set[str] = set()  # what the test that runs has used of gbmoe
 sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = mock.MagicMock()
 if not torch.cuda.is_available():  # before Megatron is imported, which asks for devices and for TransformerEngine
     sys.modules.update(dict.fromkeys(("transformer_engine", "transformer_engine_torch")))
