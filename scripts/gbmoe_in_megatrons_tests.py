@@ -93,9 +93,13 @@ def _install_gbmoe():
     install()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    _called.clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    _called.clear()
     try:
         return (yield)
     finally:
