@@ -171,7 +171,12 @@ FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_gr
            "actor_rollout_ref", "backend_config", "enable_rollout_routing_replay", "external_lib", "gbmoe_in_verl", "override_config",
            "router_replay", "set_replay_data", "target_parameters",
            # Megatron-Core's field and tests, and an argument of OLMo-core.
-           "recompute_modules", "test_moe_layer", "test_router_replay", "test_sequential_mlp", "test_shared_experts", "forward_row_offset"}
+           "recompute_modules", "test_moe_layer", "test_router_replay", "test_sequential_mlp", "test_shared_experts", "forward_row_offset",
+           "test_a2a_token_dispatcher", "test_aux_loss", "test_grad_sync_with_expert_parallel", "test_latent_moe_layer",
+           "test_moe_layer_discrepancy", "test_moe_single_grouped_weight_numerics", "test_multihot_indices_converter",
+           "test_nemotron_moe_vlm_provider", "test_paged_stashing", "test_qb_routing", "test_router_trace", "test_routers",
+           "test_token_dispatcher",
+           "test_upcycling"}
 SNAKE_CASE = r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b"
 
 
