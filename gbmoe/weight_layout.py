@@ -149,9 +149,9 @@ class WeightGradients:
 
     def need_the_memory_of_rows(self, a_PF: torch.Tensor, experts: int) -> bool:
         """Of gradients that are_large_for a: whether most is in use while those of w1 and v1 are made, w2's rows among it. They read dh, dg
-        and x."""
+        and x. False where that would be less than a tenth of w2, for which it does not pay to gather rows twice."""
         of_a, of_rows, of_w2 = self._elements(a_PF, experts)
-        return 2 * of_a + of_rows > of_w2
+        return 2 * of_a + of_rows > 1.1 * of_w2
 
     def _elements(self, a_PF: torch.Tensor, experts: int) -> tuple[int, int, int]:
         """Elements of a, of rows [P,H], and of w2."""

@@ -90,7 +90,8 @@ def test_weights_of_transformers_are_read_in_place(layout, shape, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(30000, 4, 2, 512, 512), (16000, 8, 2, 1024, 2816), (8000, 32, 4, 1024, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(20000, 4, 2, 1536, 512), (16000, 8, 2, 1536, 2816), (8000, 32, 4, 1536, 512), (2000, 8, 2, 2048, 4096)],
+                         ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.code)
 def test_a_layout_allocated_what_separate_weights_did_not(layout, shape):
     """A copy of any weight, gradient or row would be allocated."""
@@ -98,11 +99,10 @@ def test_a_layout_allocated_what_separate_weights_did_not(layout, shape):
         pytest.skip("no Hopper")
     got, peak = allocated(shape, layout)
     expected, expected_peak = allocated(shape, WeightLayout())
-    # The smallest matrix of all experts has 2 MiB; descriptors and tables have a few KiB.
-    assert got <= expected + (1 << 19)
-    # One parameter for gate and up has one gradient, for which both of [P,F] have to be there.
-    tokens, _, top_k, _, ffn = shape
-    assert peak <= expected_peak + (1 << 19) + (2 * tokens * top_k * ffn if layout.is_combined else 0)
+    # The smallest matrix of all experts has 6 MiB; descriptors and tables have a few KiB. Rows may be gathered a second time.
+    tokens, _, top_k, hidden, _ = shape
+    assert got <= expected + (1 << 19) + (2 * tokens * top_k * hidden if layout.is_combined else 0)
+    assert peak <= expected_peak + (1 << 19)
 
 
 @pytest.mark.gpu
