@@ -217,27 +217,27 @@ class Engine(LowRankProducts):
         bias_EBN = torch.nn.functional.pad(bias_EN.unsqueeze(1), (0, 0, 0, RANKS_OF_BIAS - 1))
         return self.product(ones_PB, bias_EBN, sizes_E, out=out_PN, accumulate=True)
 
-    def bias_gradient(self, rows_PN: torch.Tensor, sizes_E: torch.Tensor, weights_P: torch.Tensor | None = None) -> torch.Tensor:
-        """out[e], [E,N]: the sum of e's rows, each times its weight where there are weights; rank_gradient with a column of weights or
-        ones, which sums in float32 and in a fixed order. What a weight loses in the rows' dtype is a second column."""
-        if weights_P is None:
+    def bias_gradient(self, rows_PN: torch.Tensor, sizes_E: torch.Tensor, weights_PB: torch.Tensor | None = None) -> torch.Tensor:
+        """out[e], [E,N]: the sum of e's rows, each times its weight where there are launch.weights_in_columns; rank_gradient with these or
+        a column of ones, which sums in float32 and in a fixed order."""
+        if weights_PB is None:
             left_PB = rows_PN.new_zeros(rows_PN.size(0), RANKS_OF_BIAS)
             left_PB[:, 0] = 1
             return self.rank_gradient(left_PB, rows_PN, sizes_E)[:, 0].contiguous()
-        return sum_of_both(self.rank_gradient(in_two_columns(weights_P, rows_PN.dtype), rows_PN, sizes_E))
+        return sum_of_both(self.rank_gradient(weights_PB, rows_PN, sizes_E))
 
-    def bias_backward(self, rows: GatheredRows, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, weights_P: torch.Tensor | None,
+    def bias_backward(self, rows: GatheredRows, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, weights_PB: torch.Tensor | None,
                       ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(<bias[e], row> of each row of e, [P], in float32 for rows of 16 bits; bias_gradient of the rows with their weights): either None
-        without its argument. Rows after the last expert may have any product."""
-        rows_PN, dots_P = rows.rows_PH(), None
+        """(a matrix whose first column is <bias[e], row> of each row of e, in float32 for rows of 16 bits; bias_gradient of the rows with
+        their weights): either None without its argument. Rows after the last expert may have any product."""
+        rows_PN, dots_P1 = rows.rows_PH(), None
         if bias_EN is not None:
             dots_PE = self.linear(rows_PN, bias_EN.contiguous())
             ends_E = sizes_E.to(rows_PN.device, torch.int64, non_blocking=True).cumsum(0)
             row_P = torch.arange(rows_PN.size(0), dtype=torch.int64, device=rows_PN.device)
             expert_P = torch.searchsorted(ends_E, row_P, right=True).clamp(max=bias_EN.size(0) - 1)
-            dots_P = dots_PE.gather(1, expert_P.unsqueeze(1)).squeeze(1)
-        return dots_P, None if weights_P is None else self.bias_gradient(rows_PN, sizes_E, weights_P)
+            dots_P1 = dots_PE.gather(1, expert_P.unsqueeze(1))
+        return dots_P1, None if weights_PB is None else self.bias_gradient(rows_PN, sizes_E, weights_PB)
 
     # What a user is told (gbmoe/ops/expert_path.py), for those that override the methods above and below. `rows` is P.
 
@@ -362,16 +362,8 @@ class Engine(LowRankProducts):
         raise TypeError(f"{type(self).__name__} makes one gradient at a time")
 
 
-def in_two_columns(weights_P: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Weights as a left side [P,RANKS_OF_BIAS] of rank_gradient: the first column has them, the second what they lose in `dtype`."""
-    left_PB = weights_P.new_zeros(weights_P.size(0), RANKS_OF_BIAS, dtype=dtype)
-    left_PB[:, 0] = weights_P
-    left_PB[:, 1] = weights_P - left_PB[:, 0]
-    return left_PB
-
-
 def sum_of_both(sums_EBN: torch.Tensor) -> torch.Tensor:
-    """[E,N] of what rank_gradient made of in_two_columns."""
+    """[E,N] of what rank_gradient made of weights_in_columns."""
     return (sums_EBN[:, 0].to(accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
 
 

@@ -114,13 +114,13 @@ class Float8(Engine):
     def adds_in_place(self, out_EKN):
         return not self.float8_weight_gradients and self.unscaled.adds_in_place(out_EKN)
 
-    def bias_gradient(self, rows_PN, sizes_E, weights_P=None):
+    def bias_gradient(self, rows_PN, sizes_E, weights_PB=None):
         if isinstance(rows_PN, ScaledKBlocks):
             return _sums_of_blocks(rows_PN)
-        return self.unscaled.bias_gradient(rows_PN, sizes_E, weights_P)
+        return self.unscaled.bias_gradient(rows_PN, sizes_E, weights_PB)
 
-    def bias_backward(self, rows, bias_EN, sizes_E, weights_P):
-        return self.unscaled.bias_backward(rows, bias_EN, sizes_E, weights_P)
+    def bias_backward(self, rows, bias_EN, sizes_E, weights_PB):
+        return self.unscaled.bias_backward(rows, bias_EN, sizes_E, weights_PB)
 
     def gathers_before_up(self, ffn, activation, token_bytes):
         return False  # what is gathered is quantised on its way

@@ -9,7 +9,7 @@ import torch
 
 from gbmoe import launch
 from gbmoe._checks import require
-from gbmoe.engines.base import RANKS_OF_BIAS, Engine, GatheredRows, device_sizes, in_two_columns, sum_of_both
+from gbmoe.engines.base import RANKS_OF_BIAS, Engine, GatheredRows, device_sizes, sum_of_both
 from gbmoe.engines.lora_products import RankProduct
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
@@ -188,21 +188,20 @@ class OwnKernels(Engine):
             _written(gradient.out_ERN, made_ERN)
         return out_PR
 
-    def bias_backward(self, rows, bias_EN, sizes_E, weights_P):
+    def bias_backward(self, rows, bias_EN, sizes_E, weights_PB):
         """By the kernels of csrc/low_rank/, which read the rows once for both: the bias is the same for all ranks, and the product is in
         float32."""
         if bias_EN is None or not self._has_product_kernel(rows, bias_EN.unsqueeze(1), None):
-            return super().bias_backward(rows, bias_EN, sizes_E, weights_P)
+            return super().bias_backward(rows, bias_EN, sizes_E, weights_PB)
         product = RankProduct(rows, bias_EN.unsqueeze(1).expand(-1, RANKS_OF_BIAS, -1))
         operands, dots_PB, wide = _product_operands(product, sizes_E, torch.float32)
-        if weights_P is None:
+        if weights_PB is None:
             torch.ops.gbmoe_cuda.rank_product(*operands, dots_PB)
-            return dots_PB[:, 0], None
-        left_PB = in_two_columns(weights_P, wide.dtype)
-        sums_EBN = _gradient_to_write(left_PB, wide, sizes_E, None)
+            return dots_PB, None
+        sums_EBN = _gradient_to_write(weights_PB, wide, sizes_E, None)
         nothing = [None] * (3 * (_MOST_GRADIENTS - 1))
-        torch.ops.gbmoe_cuda.rank_product_and_gradients(*operands, dots_PB, left_PB, wide, sums_EBN, *nothing)
-        return dots_PB[:, 0], sum_of_both(sums_EBN)
+        torch.ops.gbmoe_cuda.rank_product_and_gradients(*operands, dots_PB, weights_PB, wide, sums_EBN, *nothing)
+        return dots_PB, sum_of_both(sums_EBN)
 
     def _has_product_kernel(self, a: GatheredRows | torch.Tensor, b_ERK: torch.Tensor, a2: torch.Tensor | None) -> bool:
         """Whether csrc/low_rank/ computes rank_product."""

@@ -15,7 +15,16 @@ from gbmoe.launch.activation import (
     activate_pairs_backward,
 )
 from gbmoe.launch.dequantize import dequantize_gathered, dequantize_rows, requantize_k_blocks
-from gbmoe.launch.permute import clear_rows_without_slot, gather, map_slots, scatter, scatter_backward, weigh_rows
+from gbmoe.launch.permute import (
+    add_dots,
+    clear_rows_without_slot,
+    gather,
+    map_slots,
+    scatter,
+    scatter_backward,
+    weigh_rows,
+    weights_in_columns,
+)
 from gbmoe.launch.quantize import (
     empty_scaled_rows,
     quantize_gathered,
@@ -30,8 +39,8 @@ from gbmoe.launch.sums_and_copies import add_to_rows, copy_scaled, with_aligned_
 
 __all__ = [
     "activate", "activate_backward", "activate_backward_k_blocks", "activate_backward_scaled", "activate_pairs",
-    "activate_pairs_backward", "add_to_rows", "clear_rows_without_slot", "copy_scaled", "dequantize_gathered", "dequantize_rows",
-    "empty_scaled_rows", "gather", "map_slots", "quantize_gathered", "quantize_gathered_k_blocks", "quantize_k_blocks", "quantize_rows",
-    "quantize_weights", "quantize_weights_both_ways", "reads_weights_in_place", "requantize_k_blocks", "scatter", "scatter_backward",
-    "weigh_rows", "with_aligned_rows",
+    "activate_pairs_backward", "add_dots", "add_to_rows", "clear_rows_without_slot", "copy_scaled", "dequantize_gathered",
+    "dequantize_rows", "empty_scaled_rows", "gather", "map_slots", "quantize_gathered", "quantize_gathered_k_blocks",
+    "quantize_k_blocks", "quantize_rows", "quantize_weights", "quantize_weights_both_ways", "reads_weights_in_place",
+    "requantize_k_blocks", "scatter", "scatter_backward", "weigh_rows", "weights_in_columns", "with_aligned_rows",
 ]

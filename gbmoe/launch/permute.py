@@ -127,5 +127,24 @@ def weigh_rows(rows_PR: torch.Tensor, slot_of_row_P: torch.Tensor, weights_TK: t
     return out_PR
 
 
+def weights_in_columns(slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | None, dtype: torch.dtype, columns: int) -> torch.Tensor:
+    """[P,columns] in `dtype`: the weight of each row's slot, what that loses in `dtype`, and zeros; without weights 1. Zeros alone for a
+    row without a slot, and for a slot beyond the weights. Weights have any floating dtype."""
+    if not serves(slot_of_row_P) or dtype not in (torch.bfloat16, torch.float16) or columns != 8:
+        return plain_permute.weights_in_columns(slot_of_row_P, weights_TK, dtype, columns)
+    out_PC = torch.empty(slot_of_row_P.size(0), columns, dtype=dtype, device=slot_of_row_P.device)
+    torch.ops.gbmoe_cuda.weights_in_columns(slot_of_row_P, _contiguous(weights_TK), out_PC)
+    return out_PC
+
+
+def add_dots(dots_PR: torch.Tensor, slots: SlotMap, sizes_E: torch.Tensor, dweights_TK: torch.Tensor) -> torch.Tensor:
+    """dweights with dots[r,0] added for each slot's row r, rounded once; it may be done in place. A slot whose row lies after the last
+    expert's has none. Sizes are on the device."""
+    if not serves(dots_PR) or dots_PR.dtype != torch.float32 or not (dots_PR.is_contiguous() and dweights_TK.is_contiguous()):
+        return plain_permute.add_dots(dots_PR, slots, sizes_E, dweights_TK)
+    torch.ops.gbmoe_cuda.add_dots(dots_PR, slots.slot_of_row_P, sizes_E, dweights_TK)
+    return dweights_TK
+
+
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()

@@ -75,6 +75,29 @@ def weigh_rows(rows_PR: torch.Tensor, slot_of_row_P: torch.Tensor, weights_TK: t
     return torch.where(live_P.unsqueeze(1), weighed_PR, 0).to(rows_PR.dtype)
 
 
+def weights_in_columns(slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | None, dtype: torch.dtype, columns: int) -> torch.Tensor:
+    """[P,columns] in `dtype`: the weight of each row's slot, what that loses in `dtype`, and zeros; without weights 1. Zeros alone for a
+    row without a slot, and for a slot beyond the weights."""
+    slot_P = slot_of_row_P.long()
+    out_PC = torch.zeros(slot_P.size(0), columns, dtype=dtype, device=slot_P.device)
+    if weights_TK is None:
+        out_PC[:, 0] = slot_P >= 0
+        return out_PC
+    live_P = (slot_P >= 0) & (slot_P < weights_TK.numel())
+    weight_R = torch.nn.functional.pad(weights_TK.reshape(-1), (0, 1))  # the last is that of rows without a slot
+    weight_P = weight_R[torch.where(live_P, slot_P, -1)]
+    out_PC[:, 0] = weight_P
+    out_PC[:, 1] = weight_P - out_PC[:, 0]
+    return out_PC
+
+
+def add_dots(dots_PR: torch.Tensor, slots: SlotMap, sizes_E: torch.Tensor, dweights_TK: torch.Tensor) -> torch.Tensor:
+    """dweights with dots[r,0] added for each slot's row r, rounded once. A slot whose row lies after the last expert's has none."""
+    row_TK = slots.row_of_slot_TK.clamp(min=0).long()
+    has_row_TK = (slots.row_of_slot_TK >= 0) & (row_TK < sizes_E.sum())
+    return (dweights_TK + torch.where(has_row_TK, dots_PR[row_TK, 0], 0)).to(dweights_TK.dtype)
+
+
 def _dense(slots: SlotMap, *scalars, rows):
     return dense_slots(slots.row_of_slot_TK, *scalars, columns_TK=slots.columns_TK, counts_T=slots.counts_T, rows=rows)
 

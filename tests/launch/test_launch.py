@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import gbmoe
 from gbmoe import launch
 from gbmoe.launch import availability
 from gbmoe.testing import exact_inputs
@@ -65,6 +66,45 @@ def test_rows_times_weights_had_anything_in_rows_without_a_slot(device, dtype, w
         expected[live] = (memory[1:-1][live].to(wide) * scale).to(dtype)
         exact_inputs.poison(torch.device(device))
         assert torch.equal(launch.weigh_rows(memory[1:-1], slot_of_row, weights), expected)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("weights_dtype", [None, *FLOATS], ids=str)
+def test_weights_in_columns_keep_what_rounding_takes(device, dtype, weights_dtype):
+    for rows, slots in ((0, 4), (1, 1), (33, 20), (1000, 900), (300, 301)):
+        drawn = torch.rand(slots, 1, generator=torch.Generator().manual_seed(2))
+        weights = None if weights_dtype is None else drawn.to(device, weights_dtype)
+        slot_of_row = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).int().to(device)
+        slot_of_row[::7], slot_of_row[1::9] = -1, -2
+        live = (slot_of_row >= 0) & ((slot_of_row < slots) | (weights is None))
+        exact_inputs.poison(torch.device(device))
+        got = launch.weights_in_columns(slot_of_row, weights, dtype, 8)
+        assert got.shape == (rows, 8) and got.dtype == dtype and not bool(got[:, 2:].any()) and not bool(got[~live].any())
+        expected = torch.ones(int(live.sum()), 1, device=device) if weights is None else weights[slot_of_row[live].long()]
+        assert torch.equal(got[live, 0], expected[:, 0].to(dtype))
+        error = (got[live].double().sum(1) - expected[:, 0].double()).abs()
+        assert bool((error <= torch.finfo(dtype).eps ** 2).all())
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("int64", [False, True])
+def test_dots_are_added_to_the_weights_of_rows_that_a_group_has(device, dtype, int64):
+    for tokens, experts, top_k, cut in ((1, 1, 1, 0), (40, 5, 2, 0), (700, 300, 3, 1), (300, 4, 2, 1)):
+        ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(4), dtype=torch.int32).to(device)
+        slots = gbmoe.RoutingPlan.from_experts(ids, experts, align=4).slot_map
+        sizes = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts).add(3) // 4 * 4
+        sizes[-1] *= 1 - cut  # then rows that slots have lie after the last group
+        rows, row_of_slot = int(sizes.sum()), slots.row_of_slot_TK.long()
+        dots = torch.full((slots.num_rows, 8), float("nan"), device=device)
+        dots[:rows, 0] = torch.rand(rows, generator=torch.Generator().manual_seed(5)).to(device)
+        gradient = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(6)).to(device, dtype)
+        has_row = (row_of_slot >= 0) & (row_of_slot < rows)
+        expected = gradient.clone()
+        expected[has_row] = (gradient[has_row] + dots[row_of_slot[has_row], 0]).to(dtype)
+        got = launch.add_dots(dots, slots, sizes if int64 else sizes.int(), gradient)
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.gpu
