@@ -6,7 +6,7 @@
 
 GBMOE is a checkout of gbmoe; scripts/test_frameworks.sh makes the environment. With WITHOUT_GBMOE=1 the same tests run without gbmoe, so
 that what fails without it, too, is known. A report (--junit-xml) says of each test, as its property "gbmoe", what of gbmoe it used:
-experts-made, experts, permutation, router.
+experts-made, experts, permutation, router. test_moe_experts.py, which makes TEGroupedMLP by name, makes gbmoe's experts.
 
 Without TransformerEngine its specifications become Megatron's local ones, and tests that are skipped below its release 2.1.0 run. Without a
 GPU what tests put on one is on the CPU, gloo replaces nccl, and TransformerEngine counts as not installed, since its modules need a GPU.
@@ -14,6 +14,7 @@ GPU what tests put on one is on the CPU, gloo replaces nccl, and TransformerEngi
 
 import contextlib
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -91,10 +92,22 @@ def _install_gbmoe():
     for kind, functions in (("permutation", installation._PERMUTATION), ("router", installation._ROUTER)):
         functions.update({name: _noted(kind, function) for name, function in functions.items()})
     install()
+    return GroupedExperts
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for module in {item.module for item in items if item.path.name == "test_moe_experts.py"}:
+        module.TEGroupedMLP = _made_instead or module.TEGroupedMLP
+    gc.freeze()  # what was imported is not looked through again before each test
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
+    # Containers of tests that failed take down the parallel groups when they are collected, which may be in the middle of a later test.
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
+    gc.collect()
     _called.clear()
 
 
@@ -111,8 +124,7 @@ sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = moc
 if not torch.cuda.is_available():  # before Megatron is imported, which asks for devices and for TransformerEngine
     sys.modules.update(dict.fromkeys(("transformer_engine", "transformer_engine_torch")))
     _without_a_gpu()
-if os.environ.get("WITHOUT_GBMOE") != "1":
-    _install_gbmoe()
+_made_instead = _install_gbmoe() if os.environ.get("WITHOUT_GBMOE") != "1" else None
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
 
 if not HAVE_TE:

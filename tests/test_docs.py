@@ -175,7 +175,8 @@ FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_gr
            "test_a2a_token_dispatcher", "test_aux_loss", "test_grad_sync_with_expert_parallel", "test_latent_moe_layer",
            "test_moe_layer_discrepancy", "test_moe_single_grouped_weight_numerics", "test_multihot_indices_converter",
            "test_nemotron_moe_vlm_provider", "test_paged_stashing", "test_qb_routing", "test_router_trace", "test_routers",
-           "test_token_dispatcher",
+           "test_token_dispatcher", "test_cuda_graphs", "test_fine_grained_activation_offloading", "test_model_swap",
+           "test_multi_token_prediction", "pipeline_parallel",
            "test_upcycling"}
 SNAKE_CASE = r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b"
 

@@ -31,7 +31,7 @@ class GroupedExperts(TEGroupedMLP):
 
     Args:
         num_local_experts, config, pg_collection, name: as Megatron's builders get them.
-        submodules: none; there are no modules in it to be replaced.
+        submodules: those of the experts in whose place it is. They stay in specifications for others to read, and are not made.
         engine: of the products, see gbmoe.engines.
         single_grouped_weight: None: as config.moe_single_grouped_weight says, which needs TransformerEngine.
         fp8_recipe: None: as config.fp8 says.
@@ -40,10 +40,9 @@ class GroupedExperts(TEGroupedMLP):
         ValueError: for a configuration that gbmoe's experts do not compute, with the field, what it may be and why.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: None = None, pg_collection: Any = None, name: str | None = None, *,
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None, name: str | None = None, *,
                  engine: str = "auto", single_grouped_weight: bool | None = None, fp8_recipe: Float8BlockScaling | None = None):
         super(TEGroupedMLP, self).__init__(config=config)  # TEGroupedMLP's own builds TransformerEngine's modules
-        require(submodules is None, ADAPTER, "submodules", "None", submodules)
         require(pg_collection is not None, ADAPTER, "pg_collection", "the process groups", None)
         self.num_local_experts, self.engine = num_local_experts, engine
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp

@@ -5,13 +5,15 @@ Shape suffixes: E experts on this rank, O output rows, I input columns of a matr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.extensions.transformer_engine import _set_expert_parameter_attributes
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from gbmoe._checks import require
@@ -74,8 +76,11 @@ class GroupedWeights(torch.nn.Module):
             stride = 2 if self.partition_dim == 0 and config.gated_linear_unit else 1
             _initialize_affine_weight_cpu(matrix_OI, *whole, matrix_OI.size(self.partition_dim), self.partition_dim, init_method,
                                           stride=stride, params_dtype=config.params_dtype, rank=group.rank(), world_size=group.size())
-        else:
-            _initialize_affine_weight_gpu(matrix_OI, init_method, self.partition_dim, is_expert=True)
+            return
+        # As TEGroupedLinear: without model_parallel_cuda_manual_seed the tracker has no states, and the device's own is used.
+        tracker = get_cuda_rng_tracker()
+        with tracker.fork(get_expert_parallel_rng_tracker_name()) if tracker.is_initialized() else contextlib.nullcontext():
+            init_method(matrix_OI)
 
     def _named(self, name: str) -> list[Any]:
         """The parameters of this name: one for each expert, or one for all."""

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
 from gbmoe.compat import transformer_engine as functions
 from gbmoe.compat.megatron.grouped_experts import GroupedExperts, require_options
-from gbmoe.compat.megatron.spec_provider import GbmoeSpecProvider
+from gbmoe.compat.megatron.spec_provider import in_place_of
 
 # Megatron's name -> gbmoe's function of TransformerEngine's interface.
 _PERMUTATION = {
@@ -86,7 +86,7 @@ def _take_experts(provider: Any, options: dict[str, Any]) -> None:
     @functools.wraps(theirs)
     def grouped_mlp_modules(self, moe_use_grouped_gemm):
         if moe_use_grouped_gemm:
-            return GbmoeSpecProvider(self, **options).grouped_mlp_modules(moe_use_grouped_gemm)
+            return in_place_of(theirs(self, moe_use_grouped_gemm), options)
         return theirs(self, moe_use_grouped_gemm)
 
     provider.grouped_mlp_modules = grouped_mlp_modules
@@ -97,4 +97,4 @@ def _take_experts_of_specifications(options: dict[str, Any]) -> None:
     for value in vars(sys.modules.get(_SPECIFICATIONS, object)).values():
         submodules = value.keywords.get("submodules") if isinstance(value, functools.partial) else None
         if isinstance(submodules, MoESubmodules) and getattr(submodules.experts, "func", None) in (TEGroupedMLP, GroupedExperts):
-            submodules.experts = GbmoeSpecProvider(**options).grouped_mlp_modules(True)
+            submodules.experts = in_place_of(submodules.experts, options)

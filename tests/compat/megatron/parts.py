@@ -87,6 +87,11 @@ def routed(tokens=40, experts=6, topk=2):
     return values(tokens, HIDDEN, dtype=torch.float32, seed=2), torch.softmax(logits, -1) * routing_map, routing_map
 
 
+def options_of(builder):
+    """The keywords that GroupedExperts has, of an ExpertsBuilder."""
+    return {name: value for name, value in builder.keywords.items() if name != "submodules"}
+
+
 def providers(megatron):
     """Megatron's own modules, and TransformerEngine's where that is installed."""
     found = [megatron.backends.LocalSpecProvider]

@@ -1,5 +1,6 @@
 """Experts of gbmoe.compat.megatron: their results, their parameters, and what they refuse."""
 
+import contextlib
 import importlib
 
 import pytest
@@ -98,6 +99,28 @@ def test_probabilities_on_the_input_multiplied_the_activation(megatron):
     tensors["x"] = (tensors["x"] * tensors["probs"][:, None]).bfloat16()
     tensors["probs"] = torch.ones_like(tensors["probs"])
     torch.testing.assert_close(got, definition("swiglu")(**tensors), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["no states", "states"])
+def test_weights_made_on_a_gpu_wanted_states_of_random_numbers_that_nobody_had_added(megatron, monkeypatch, seeded):
+    """Without model_parallel_cuda_manual_seed, TEGroupedLinear takes the device's own state."""
+    forked = []
+
+    @contextlib.contextmanager
+    def fork(name):
+        forked.append(name)
+        yield
+
+    tracker = importlib.import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(tracker, "_is_initialized", seeded)
+    monkeypatch.setattr(tracker, "states_", {})
+    if seeded:
+        monkeypatch.setattr(tracker, "fork", fork)
+    for single in (False, True):
+        module = built(megatron, single=single, use_cpu_initialization=False, perform_initialization=True)
+        assert all(part.std() > 0 for linear in (module.linear_fc1, module.linear_fc2) for part in linear._parts("weight"))
+    assert forked == ["expert-parallel-rng"] * (4 * EXPERTS if seeded else 0)
 
 
 def test_a_rank_without_rows_had_no_gradients(megatron):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.compat.expert_rows import values
-from tests.compat.megatron.parts import EXPERTS, configured, groups, providers, routed
+from tests.compat.megatron.parts import EXPERTS, configured, groups, options_of, providers, routed
 
 
 def experts_of(spec):
@@ -28,7 +28,7 @@ def test_specifications_that_exist_get_other_experts_and_stay_as_they_were(megat
     theirs = experts_of(spec)
     (changed,), = megatron.adapter.with_gbmoe_experts([[spec]], engine="torch")
     assert experts_of(spec) is theirs and changed.func is spec.func
-    assert experts_of(changed).func is megatron.adapter.GroupedExperts and experts_of(changed).keywords == {"engine": "torch"}
+    assert experts_of(changed).func is megatron.adapter.GroupedExperts and options_of(experts_of(changed)) == {"engine": "torch"}
     whole = megatron.adapter.with_gbmoe_experts(spec, whole_layer=True)
     assert whole.func is megatron.adapter.GbmoeMoELayer and issubclass(whole.func, megatron.moe_layer.MoELayer)
     with pytest.raises(ValueError, match="spec: expected one with MoESubmodules in it"):
@@ -45,14 +45,31 @@ def test_keywords_that_experts_do_not_take_were_found_when_a_layer_was_built(meg
         megatron.adapter.with_gbmoe_experts([], engin="torch")
 
 
+def test_submodules_of_experts_were_no_longer_in_specifications(installed):
+    def builders(kind):
+        provider = kind()
+        yield provider.grouped_mlp_modules(True)
+        yield installed.adapter.GbmoeSpecProvider(provider).grouped_mlp_modules(False)  # in whose place install has been already
+        spec = installed.moe_module_specs.get_moe_module_spec_for_backend(provider, num_experts=EXPERTS, moe_grouped_gemm=True)
+        again = installed.adapter.with_gbmoe_experts(spec)
+        yield from map(experts_of, (spec, again))
+
+    for kind, theirs in installed.theirs.items():
+        wanted = theirs(kind(), True).keywords["submodules"]
+        for builder in builders(kind):
+            assert builder.func is installed.adapter.GroupedExperts and builder.keywords["submodules"] == wanted
+            made = builder(EXPERTS, configured(installed), pg_collection=groups())
+            assert [name for name, _ in made.named_children()] == ["linear_fc1", "linear_fc2"]
+
+
 def test_install_takes_the_place_of_grouped_experts_alone(installed):
     found = providers(installed)
     for kind in found:
-        assert kind().grouped_mlp_modules(True).keywords == {"engine": "torch"}
+        assert options_of(kind().grouped_mlp_modules(True)) == {"engine": "torch"}
         assert kind().grouped_mlp_modules(False).func is installed.experts.SequentialMLP
     installed.adapter.install(engine="cublas", permutation=False, router=False)
     for kind in found:
-        assert kind().grouped_mlp_modules(True).keywords == {"engine": "cublas"}
+        assert options_of(kind().grouped_mlp_modules(True)) == {"engine": "cublas"}
         assert kind.grouped_mlp_modules.__wrapped__ is installed.theirs[kind]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.compat import interfaces
 from tests.compat.expert_rows import HIDDEN, values
-from tests.compat.megatron.parts import EXPERTS, Group, built, configured, groups, on_a_cpu
+from tests.compat.megatron.parts import EXPERTS, Group, built, configured, groups, on_a_cpu, options_of
 
 pytest.importorskip("transformer_engine.pytorch")
 if not interfaces.is_real("megatron-core"):
@@ -150,7 +150,9 @@ def test_specifications_of_transformer_engines_layers_get_gbmoes_experts(megatro
 
 def test_install_reaches_transformer_engines_specifications(installed):
     made = [*experts_in(block(installed)), *experts_in(installed.moe_module_specs.get_moe_module_spec(True, EXPERTS, True))]
-    assert [(each.func, each.keywords) for each in made] == [(installed.adapter.GroupedExperts, {"engine": "torch"})] * 3
+    assert [(each.func, options_of(each)) for each in made] == [(installed.adapter.GroupedExperts, {"engine": "torch"})] * 3
+    get_submodules = importlib.import_module("megatron.core.transformer.spec_utils").get_submodules
+    assert all(isinstance(get_submodules(each), installed.experts.GroupedMLPSubmodules) for each in made)
     for name in [name for name in vars(installed.moe_utils) if name.startswith("fused_")]:
         assert getattr(installed.moe_utils, name).__module__.startswith("gbmoe."), name
 
@@ -161,11 +163,12 @@ def test_a_specification_made_at_import_kept_te_grouped_mlp_after_install(megatr
     for engine in ("torch", "cublas"):
         installed.adapter.install(engine=engine)
         (builder,) = experts_in(specs.hybrid_stack_spec)
-        assert builder.func is megatron.adapter.GroupedExperts and builder.keywords == {"engine": engine}
+        assert builder.func is megatron.adapter.GroupedExperts and options_of(builder) == {"engine": engine}
+        assert isinstance(builder.keywords["submodules"], megatron.experts.GroupedMLPSubmodules)
         (builder,) = experts_in(specs.hybrid_inference_stack_spec)
         assert builder.func is megatron.experts.InferenceGroupedMLP
     installed.adapter.install(experts=False, engine="reference")
-    assert experts_in(specs.hybrid_stack_spec)[0].keywords == {"engine": "cublas"}
+    assert options_of(experts_in(specs.hybrid_stack_spec)[0]) == {"engine": "cublas"}
 
 
 def test_a_float8_layer_was_recomputed_without_its_context(megatron, monkeypatch):

@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -8,4 +9,4 @@ class LocalSpecProvider:
         return False
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm):
-        return partial(SequentialMLP, submodules=None)
+        return partial(SequentialMLP, submodules=SimpleNamespace(linear_fc1="ColumnParallelLinear", linear_fc2="RowParallelLinear"))

@@ -7,7 +7,3 @@ def _initialize_affine_weight_cpu(weight, output_size, input_size, per_partition
     init_method(whole)
     parts = torch.split(whole.to(params_dtype), per_partition_size // stride, dim=partition_dim)
     weight.data.copy_(torch.cat(parts[rank::world_size], dim=partition_dim))
-
-
-def _initialize_affine_weight_gpu(weight, init_method, partition_dim, stride=1, is_expert=False):
-    init_method(weight)
