@@ -184,30 +184,24 @@ def _all_to_all(outputs, inputs, group=None, **_):
         output.copy_(part)
 
 
-def _losses(rank, world, imports, backend):
+def _losses(rank, world, imports, parallelism, dims):
     """Six steps of its debug model by its own parallelisation: FSDP2 with mixed precision, and an "ep" mesh of all ranks. Where FSDP2
     does not take the backend's parameters, the gradients of those that all ranks have are summed here."""
-    from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig, apply_overrides
-    from torchtitan.distributed import ParallelDims, parallel_dims
-    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+    from torchtitan.config import CompileConfig, OverrideConfig, TrainingConfig, apply_overrides
+    from torchtitan.distributed.utils import get_spmd_context
     from torchtitan.models.common import attention
     from torchtitan.models.qwen3 import model_registry
     from torchtitan.models.qwen3.parallelize import parallelize_qwen3
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-    parallel_dims.device_type = "cpu"  # which it takes from what torch was built for
-    set_spmd_backend(backend)
     spec = model_registry("debugmodel_moe", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
     for _, _, parent, name in list(spec.model.traverse(attention.FlexAttention.Config)):  # which has no CPU
         setattr(parent, name, attention.ScaledDotProductAttention.Config())
-    parallelism = ParallelismConfig(data_parallel_shard_degree=world, expert_parallel_degree=world, spmd_backend=backend)
     set_qwen3_sharding_config(spec.model, enable_sp=False, enable_ep=world > 1)
     assert len(apply_overrides(OverrideConfig(imports=imports), spec.model)) == 2 * len(imports)
-    dims = ParallelDims.from_config(parallelism, world)
-    dims.build_mesh()
     model = spec.model.build()
-    sharded = world == 1 or backend != "spmd_types" or FSDP_TAKES_SPMD_TYPES
+    sharded = world == 1 or parallelism.spmd_backend != "spmd_types" or FSDP_TAKES_SPMD_TYPES
     parallelize_qwen3(model, parallel_dims=dims, training=TrainingConfig(), parallelism=parallelism, compile_config=CompileConfig(),
                       ac_config=None, dump_folder="", skip_dp=not sharded)
     for module in model.modules():
@@ -236,8 +230,17 @@ def _losses(rank, world, imports, backend):
 
 
 def _losses_of_all(rank, world, backend):
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed.utils import set_spmd_backend
+
     dist.all_to_all = _all_to_all
-    return [_losses(rank, world, imports, backend) for imports in ([], [NAMES["experts"]], [NAMES["moe_layer"]])]
+    parallel_dims.device_type = "cpu"  # which it takes from what torch was built for
+    set_spmd_backend(backend)
+    parallelism = ParallelismConfig(data_parallel_shard_degree=world, expert_parallel_degree=world, spmd_backend=backend)
+    dims = ParallelDims.from_config(parallelism, world)  # once: fully_shard asks for the same meshes
+    dims.build_mesh()
+    return [_losses(rank, world, imports, parallelism, dims) for imports in ([], [NAMES["experts"]], [NAMES["moe_layer"]])]
 
 
 if interfaces.is_real("torchtitan"):
