@@ -1,7 +1,7 @@
 """A plugin for pytest: gbmoe in torchtitan's own unit tests, of its repository, unchanged.
 
     git clone https://github.com/pytorch/torchtitan && cd torchtitan
-    PYTHONPATH=GBMOE/scripts:GBMOE python -m pytest -p gbmoe_in_torchtitans_tests tests/unit_tests/test_moe.py
+    PYTHONPATH=GBMOE/scripts:GBMOE python -m pytest -p gbmoe_in_torchtitans_tests ./tests/unit_tests/test_moe.py
 
 GBMOE is a checkout of gbmoe. GBMOE_OVERRIDE names the override, "experts" or "moe_layer". Each configuration that it claims is built as if
 torchtitan had applied it. Ranks are forked, so that they have gbmoe, too. The last line says how many experts were built and how often they
