@@ -177,7 +177,9 @@ FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_gr
            "test_nemotron_moe_vlm_provider", "test_paged_stashing", "test_qb_routing", "test_router_trace", "test_routers",
            "test_token_dispatcher", "test_cuda_graphs", "test_fine_grained_activation_offloading", "test_model_swap",
            "test_multi_token_prediction", "pipeline_parallel",
-           "test_upcycling"}
+           "test_upcycling",
+           # torchtitan's tests.
+           "test_fsdp_moe_sharding", "test_moe_parallelism"}
 SNAKE_CASE = r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b"
 
 

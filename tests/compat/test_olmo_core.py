@@ -1,5 +1,6 @@
 """gbmoe.compat.olmo_core in OLMo-core 3.0.0 where it is installed, elsewhere in its interface; v1 through grouped_gemm's name."""
 
+import contextlib
 import importlib
 import math
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ def olmo(tmp_path):
         theirs = importlib.import_module("olmo_core.nn.moe.v2.routed_experts")
         build = theirs.RoutedExpertsConfig.build
         yield SimpleNamespace(theirs=theirs, DType=importlib.import_module("olmo_core.config").DType,
+                              fp8_config=getattr(theirs, "MoERowwiseFP8Config", SimpleNamespace),
                               ours=importlib.import_module("gbmoe.compat.olmo_core"))
         theirs.RoutedExpertsConfig.build = build
 
@@ -86,15 +88,107 @@ def test_parameters_are_olmos_and_register_reaches_its_configuration(olmo):
     assert config.build().engine == "torch" and module.engine == "auto"
 
 
-def test_calls_with_buffers_are_left_to_olmo(olmo, monkeypatch):
-    monkeypatch.setattr(olmo.theirs.RoutedExperts, "forward", lambda self, x, counts, **options: sorted(o for o in options if options[o]
-                                                                                                       is not None))
+@pytest.mark.parametrize("more", ["", "row_weights"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own memory", "x's memory"])
+def test_buffers_of_rowwise_expert_parallelism_were_filled_by_olmos_experts(olmo, more, shared):
+    """The results are in the one that other ranks read, and the gradient of x in the other, which may be x."""
+    module, dtype = built(olmo), torch.bfloat16
+    weights = parameters(module, dtype)
+    module.load_state_dict(weights)
+    scores = values(ROWS, dtype=dtype, seed=8) if more else None
+    plain, placed = (values(ROWS, HIDDEN, dtype=dtype, seed=1).requires_grad_() for _ in range(2))
+    upstream = values(ROWS, HIDDEN, dtype=dtype, seed=9)
+    exact_inputs.poison("cpu")
+    expected = module(plain, expert_rows.counts(), row_weights=scores)
+    expected.backward(upstream)
+    gradients = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    results = torch.full_like(plain, math.nan, requires_grad=False)
+    inner = placed * 1  # as the dispatcher's, no leaf
+    gradient = inner.detach() if shared else torch.full_like(plain, math.nan, requires_grad=False)
+    out = module(inner, expert_rows.counts(), row_weights=scores, down_proj_out=results.detach(), up_proj_input_grad_out=gradient)
+    assert out.data_ptr() == results.data_ptr() and out.shape == results.shape and out.requires_grad
+    assert torch.equal(results, expected) and results.norm() > 0.1
+    out.backward(upstream)
+    assert torch.equal(gradient, plain.grad) and torch.equal(placed.grad, plain.grad) and plain.grad.norm() > 0.1
+    for parameter, expected in zip(module.parameters(), gradients):
+        assert torch.equal(parameter.grad, expected)
+
+
+def test_buffers_that_do_not_fit_say_so(olmo):
     module, x = built(olmo), values(ROWS, HIDDEN, dtype=torch.bfloat16, seed=1)
-    assert "down_proj_out" in module(x, expert_rows.counts(), down_proj_out=x)
-    assert "up_proj_input_grad_out" in module(x, expert_rows.counts(), up_proj_input_grad_out=x)
-    module = built(olmo, bias=True)
+    for name, buffer in (("down_proj_out", x[1:]), ("up_proj_input_grad_out", x.float())):
+        with pytest.raises(ValueError, match=rf"{name}: expected the shape and dtype of x, .* got .*{buffer.size(0)}"):
+            module(x, expert_rows.counts(), **{name: buffer})
     with pytest.raises(NotImplementedError, match="row_weights: expected None for experts with biases"):
-        module(x, expert_rows.counts(), row_weights=torch.ones(ROWS))
+        built(olmo, bias=True)(x, expert_rows.counts(), row_weights=torch.ones(ROWS))
+
+
+def test_olmos_own_float8_bypassed_gbmoe(olmo, monkeypatch):
+    said = "rowwise_fp8: expected None, or enabled=False, .*fp8_recipe"
+    with pytest.raises(ValueError, match=said):
+        built(olmo, rowwise_fp8=olmo.fp8_config(enabled=True))
+    module = built(olmo, rowwise_fp8=olmo.fp8_config(enabled=False))
+    module.load_state_dict(parameters(module, torch.bfloat16))
+    x = values(ROWS, HIDDEN, dtype=torch.bfloat16, seed=1)
+    assert torch.isfinite(module(x, expert_rows.counts(), use_rowwise_fp8=True)).all()
+    module.rowwise_fp8 = SimpleNamespace(enabled=True)
+    with pytest.raises(ValueError, match=said):
+        module(x, expert_rows.counts())
+    monkeypatch.setenv("OLMO_PROFILE_ROUNDED_WGRAD", "1")
+    with pytest.raises(ValueError, match="OLMO_PROFILE_ROUNDED_WGRAD: expected unset"):
+        built(olmo)
+
+
+def test_parts_of_the_experts_bypassed_gbmoe(olmo):
+    module, x = built(olmo), values(ROWS, HIDDEN, dtype=torch.bfloat16, seed=1)
+    with pytest.raises(NotImplementedError, match="forward_row_offset: expected a call of forward"):
+        module.forward_row_offset(x, expert_rows.counts(), expert_start=0, expert_end=1, row_start=torch.tensor(0))
+    with pytest.raises(NotImplementedError, match="act_and_down: expected a call of forward"):
+        module.act_and_down(x, expert_rows.counts())
+
+
+def test_a_block_that_reads_the_weights_itself_bypassed_gbmoe(olmo):
+    """With ep.path="rowwise_wave" OLMo-core's block gives the weights to an autograd.Function of its own."""
+    module, seen = built(olmo), []
+    mesh = SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)
+
+    class Meshes:
+        def __getitem__(self, names):
+            seen.append(names)
+            return mesh
+
+    module.apply_ep(Meshes())  # without a block
+    assert seen[0] == ("ep_dp", "ep_mp")
+    for path in ("rowwise_nvshmem", "rowwise_wave"):
+        block = SimpleNamespace(ep=SimpleNamespace(path=path))
+        module.w_up_gate._moe_rowwise_fp8_cache_owner = lambda block=block: block
+        with pytest.raises(ValueError, match="ep.path: expected sync_1d, .* got rowwise_wave") if path == "rowwise_wave" else \
+                contextlib.nullcontext():
+            module.apply_ep(Meshes())
+
+
+if interfaces.is_real("ai2-olmo-core"):
+    @pytest.mark.parametrize("path", ["sync_1d", "rowwise_wave"])
+    def test_olmos_blocks_name_their_experts_the_path(olmo, group_of_one, path):
+        from olmo_core.nn.attention import AttentionConfig
+        from olmo_core.nn.ddp.block import OLMoDDPTransformerBlock
+        from olmo_core.nn.layer_norm import LayerNormConfig
+        from olmo_core.nn.moe.v2.ep_config import ExpertParallelConfig
+        from olmo_core.nn.moe.v2.router import MoERouterConfigV2
+        from torch.distributed.device_mesh import init_device_mesh
+
+        olmo.ours.register()
+        dtype = olmo.DType.bfloat16
+        block = OLMoDDPTransformerBlock(
+            d_model=32, block_idx=0, n_layers=1, sequence_mixer=AttentionConfig(n_heads=2, dtype=dtype),
+            attention_norm=LayerNormConfig(dtype=dtype), feed_forward_norm=LayerNormConfig(dtype=dtype),
+            routed_experts=olmo.theirs.RoutedExpertsConfig(d_model=32, hidden_size=16, num_experts=4, bias=False, dtype=dtype),
+            routed_experts_router=MoERouterConfigV2(d_model=32, num_experts=4, top_k=2), shared_experts=None, shared_experts_router=None,
+            ep=ExpertParallelConfig(path=path))
+        assert type(block.routed_experts) is olmo.ours.RoutedExperts
+        with pytest.raises(ValueError, match="got rowwise_wave") if path == "rowwise_wave" else contextlib.nullcontext():
+            block.apply_ep(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep_dp", "ep_mp")))
 
 
 def test_another_release_says_so(tmp_path):

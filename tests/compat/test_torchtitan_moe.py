@@ -171,30 +171,39 @@ def test_experts_over_two_ranks_are_those_of_one(tmp_path):
 # --------------------------------------------------------------------------------------------------- in torchtitan itself
 
 
-def _losses(rank, world, imports):
-    """Six steps of its debug model by its own parallelisation: FSDP2 with mixed precision, and an "ep" mesh of all ranks."""
-    from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig, apply_overrides
-    from torchtitan.distributed import ParallelDims, parallel_dims
-    from torchtitan.distributed.utils import set_spmd_backend
+# In torch before 2.14 fully_shard refuses the plain parameters of "spmd_types", whoever computes the experts.
+FSDP_TAKES_SPMD_TYPES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+
+def _all_to_all(outputs, inputs, group=None, **_):
+    """torch.distributed's, of parts of any sizes, for torchtitan's own dispatcher: gloo's wants equal ones."""
+    sizes = [[part.size(0) for part in parts] for parts in (outputs, inputs)]
+    whole = torch.cat(outputs)
+    dist.all_to_all_single(whole, torch.cat(inputs), *sizes, group=group)
+    for output, part in zip(outputs, whole.split(sizes[0])):
+        output.copy_(part)
+
+
+def _losses(rank, world, imports, parallelism, dims):
+    """Six steps of its debug model by its own parallelisation: FSDP2 with mixed precision, and an "ep" mesh of all ranks. Where FSDP2
+    does not take the backend's parameters, the gradients of those that all ranks have are summed here."""
+    from torchtitan.config import CompileConfig, OverrideConfig, TrainingConfig, apply_overrides
+    from torchtitan.distributed.utils import get_spmd_context
     from torchtitan.models.common import attention
     from torchtitan.models.qwen3 import model_registry
     from torchtitan.models.qwen3.parallelize import parallelize_qwen3
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-    parallel_dims.device_type = "cpu"  # which it takes from what torch was built for
-    set_spmd_backend("partial_dtensor")
     spec = model_registry("debugmodel_moe", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
     for _, _, parent, name in list(spec.model.traverse(attention.FlexAttention.Config)):  # which has no CPU
         setattr(parent, name, attention.ScaledDotProductAttention.Config())
-    parallelism = ParallelismConfig(data_parallel_shard_degree=world, expert_parallel_degree=world, spmd_backend="partial_dtensor")
     set_qwen3_sharding_config(spec.model, enable_sp=False, enable_ep=world > 1)
     assert len(apply_overrides(OverrideConfig(imports=imports), spec.model)) == 2 * len(imports)
-    dims = ParallelDims.from_config(parallelism, world)
-    dims.build_mesh()
     model = spec.model.build()
+    sharded = world == 1 or parallelism.spmd_backend != "spmd_types" or FSDP_TAKES_SPMD_TYPES
     parallelize_qwen3(model, parallel_dims=dims, training=TrainingConfig(), parallelism=parallelism, compile_config=CompileConfig(),
-                      ac_config=None, dump_folder="")
+                      ac_config=None, dump_folder="", skip_dp=not sharded)
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):  # gloo has no other
             module.set_force_sum_reduction_for_comms(True)
@@ -202,10 +211,16 @@ def _losses(rank, world, imports):
     model.init_states()
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False), []
     tokens = torch.randint(2048, (2, 33), generator=torch.Generator().manual_seed(1 + rank))
+    context = get_spmd_context(parallel_dims=dims)
     for _ in range(6):
-        out = model(tokens[:, :-1], positions=torch.arange(32).expand(2, 32))
-        loss = F.cross_entropy(out.flatten(0, 1).float(), tokens[:, 1:].flatten()) / world
-        loss.backward()
+        with context():
+            out = model(tokens[:, :-1], positions=torch.arange(32).expand(2, 32))
+            loss = F.cross_entropy(out.flatten(0, 1).float(), tokens[:, 1:].flatten()) / world
+            loss.backward()
+        if not sharded:
+            for name, parameter in model.named_parameters():
+                if "inner_experts" not in name:
+                    dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
@@ -214,14 +229,27 @@ def _losses(rank, world, imports):
     return torch.tensor(seen)
 
 
-def _own_and_ours(rank, world):
-    return [_losses(rank, world, imports) for imports in ([], [NAMES["moe_layer"]])]
+def _losses_of_all(rank, world, backend):
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    dist.all_to_all = _all_to_all
+    parallel_dims.device_type = "cpu"  # which it takes from what torch was built for
+    set_spmd_backend(backend)
+    parallelism = ParallelismConfig(data_parallel_shard_degree=world, expert_parallel_degree=world, spmd_backend=backend)
+    dims = ParallelDims.from_config(parallelism, world)  # once: fully_shard asks for the same meshes
+    dims.build_mesh()
+    return [_losses(rank, world, imports, parallelism, dims) for imports in ([], [NAMES["experts"]], [NAMES["moe_layer"]])]
 
 
 if interfaces.is_real("torchtitan"):
     @pytest.mark.slow
+    @pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
     @pytest.mark.parametrize("world", [1, 2])
-    def test_a_debug_model_trains_to_the_same_losses(tmp_path, world):
-        own, ours = processes.run(functools.partial(_own_and_ours, world=world), world, tmp_path, timeout=300.0)[0]
+    def test_a_debug_model_trains_to_the_same_losses(tmp_path, world, backend):
+        """Also under the default of parallelism.spmd_backend, "spmd_types"."""
+        own, *ours = processes.run(functools.partial(_losses_of_all, world=world, backend=backend), world, tmp_path, timeout=600.0)[0]
         assert own[-1] < own[0] - 1
-        torch.testing.assert_close(ours, own, rtol=5e-3, atol=0)
+        for each in ours:
+            torch.testing.assert_close(each, own, rtol=5e-3, atol=0)

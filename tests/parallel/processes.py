@@ -38,13 +38,15 @@ def _rank(worker, rank: int, world: int, folder: Path, timeout: float, arguments
 
 
 def run(worker, world: int, folder: Path, *arguments, timeout: float = 30.0, hangs: int | None = None) -> list:
-    """What worker(rank, *arguments) returns on each rank, in processes with a default group of that timeout; None for ranks that ended
-    without it, and for the one that hangs, which is killed when all others have ended."""
+    """What worker(rank, *arguments) returns on each rank, in processes with a default group of that timeout, within which they end where
+    that is longer than LIMIT_SECONDS; None for ranks that ended without it, and for the one that hangs, which is killed when all others
+    have ended."""
     processes = [_CONTEXT.Process(target=_rank, args=(worker, rank, world, folder, timeout, arguments)) for rank in range(world)]
     with multiprocessing_with_it():
         for process in processes:
             process.start()
-    until = time.monotonic() + LIMIT_SECONDS
+    limit = max(LIMIT_SECONDS, timeout)
+    until = time.monotonic() + limit
     for rank, process in enumerate(processes):
         if rank != hangs:
             process.join(max(0.0, until - time.monotonic()))
@@ -54,5 +56,5 @@ def run(worker, world: int, folder: Path, *arguments, timeout: float = 30.0, han
         processes[rank].join()
     results = [folder / f"{rank}.pt" for rank in range(world)]
     found = [torch.load(path, weights_only=False) if path.exists() else None for path in results]
-    assert not set(left) - {hangs}, f"ranks {left} did not end within {LIMIT_SECONDS} s; what ranks found: {found}"
+    assert not set(left) - {hangs}, f"ranks {left} did not end within {limit} s; what ranks found: {found}"
     return found

@@ -1,6 +1,9 @@
 """OLMo-core's RoutedExperts (v2): its parameters and what a subclass of it overrides."""
 
+import os
+import weakref
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -29,7 +32,8 @@ class RoutedExperts(torch.nn.Module):
                  activation_limit=None, init_device="cpu"):
         super().__init__()
         self.activation, self.activation_alpha, self.activation_limit = activation, activation_alpha, activation_limit
-        self.rowwise_fp8 = rowwise_fp8
+        self.rowwise_fp8 = SimpleNamespace(**rowwise_fp8) if isinstance(rowwise_fp8, dict) else rowwise_fp8
+        self._profile_rounded_wgrad = os.environ.get("OLMO_PROFILE_ROUNDED_WGRAD", "0") == "1"
         rows = hidden_size if activation == "relu2" else 2 * hidden_size
 
         def made(*shape):
@@ -38,6 +42,18 @@ class RoutedExperts(torch.nn.Module):
         self.w_up_gate, self.w_down = made(rows, d_model), made(hidden_size, d_model)
         self.b_up_gate, self.b_down = (made(rows), made(d_model)) if bias else (None, None)
 
+        for weight in (self.w_up_gate, self.w_down):
+            weight._moe_rowwise_fp8_cache_owner = weakref.ref(self)  # until a block takes its place
+
     def forward(self, x, batch_size_per_expert, *, down_proj_out=None, up_proj_input_grad_out=None, row_weights=None, use_rowwise_fp8=False,
                 rowwise_fp8_input_q=None, rowwise_fp8_input_scales=None):
         return "OLMo-core's own"
+
+    def forward_row_offset(self, x, batch_size_per_expert, *, expert_start, expert_end, row_start, down_proj_out=None):
+        return "OLMo-core's own"
+
+    def act_and_down(self, up_gate, batch_size_per_expert_tensor):
+        return "OLMo-core's own"
+
+    def apply_ep(self, ep_mesh, **kwargs):
+        self.ep_mesh = ep_mesh["ep_dp", "ep_mp"]
