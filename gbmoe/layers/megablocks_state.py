@@ -5,6 +5,8 @@ Shape suffixes: E experts on this rank, H hidden, F ffn hidden on this rank.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +36,26 @@ def save_as_megablocks(module: Any, state_dict: dict, prefix: str, _) -> None:
 
 
 def _rows(matrix_EFH: torch.Tensor) -> torch.Tensor:
-    return matrix_EFH.contiguous().flatten(0, 1)
+    """[E*F,H]"""
+    return _reshaped(matrix_EFH.contiguous(), matrix_EFH.size(0), lambda tensor: tensor.flatten(0, 1))
+
+
+def _stack(rows: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E,F,H] of [E*F,H]"""
+    return _reshaped(rows, experts, lambda tensor: tensor.unflatten(0, (experts, -1)))
+
+
+def _reshaped(tensor: Any, experts: int, reshape: Callable[[Any], Any]) -> Any:
+    """reshape(tensor), which may be a DTensor. One whose shards are not of whole experts, as where fully_shard's ranks do not divide them,
+    is gathered for it: then it is collective."""
+    if not hasattr(tensor, "placements"):
+        return reshape(tensor)
+    from torch.distributed.tensor import Replicate, Shard
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shards = math.prod(mesh.size(place) for place, placement in enumerate(placements) if placement == Shard(0))
+    if experts % shards == 0 and all(placement in (Shard(0), Replicate()) for placement in placements):
+        return reshape(tensor)
+    return reshape(tensor.redistribute(mesh, [Replicate()] * mesh.ndim)).redistribute(mesh, placements)
 
 
 def _put_after(state_dict: dict, prefix: str, before: str, name: str, value: torch.Tensor) -> None:
@@ -57,7 +78,7 @@ def load_as_megablocks(module: Any, state_dict: dict, prefix: str, _metadata: di
     for name in apart:
         weight = state_dict.get(prefix + name)
         if weight is not None and weight.shape == (rows, hidden):
-            weight_EFH = weight.unflatten(0, (experts, -1))
+            weight_EFH = _stack(weight, experts)
             transposed = layout.down_transposed if name == "w2" else layout.up_transposed
             state_dict[prefix + name] = weight_EFH.transpose(1, 2).contiguous() if transposed else weight_EFH
     if layout.is_combined:
@@ -95,7 +116,7 @@ def _load_both(module: Any, state_dict: dict, prefix: str, names: tuple[str, str
 def _joined(layout: WeightLayout, name: str, parts: list, experts: int) -> torch.Tensor:
     if name == "w1_bias":
         return layout.joined(*parts)
-    both = layout.joined(*(part.unflatten(0, (experts, -1)) for part in parts))
+    both = layout.joined(*(_stack(part, experts) for part in parts))
     return (both.transpose(1, 2) if layout.up_transposed else both).contiguous()
 
 
