@@ -249,8 +249,9 @@ def _without_changes(module: ExpertWeights, name: str) -> torch.Tensor:
         return changed.original
     parts: Any = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()  # type: ignore[index]
     if any(is_of_peft(part) for part in parts) and parts.original.dim() == 2:
-        require(False, "dMoE", name, "adapters of each expert: gbmoe.add_adapter, or with Arguments(one_matrix_per_expert=True) PEFT's"
-                " target_parameters", f"PEFT's factors of one matrix {list(parts.original.shape)}, the rows of all experts", TypeError)
+        require(False, "dMoE", name, "adapters of each expert: gbmoe.add_adapter, or with Arguments(one_matrix_per_expert=True) or a"
+                " weight_layout PEFT's target_parameters",
+                f"PEFT's factors of one matrix {list(parts.original.shape)}, the rows of all experts", TypeError)
     return getattr(module, name)
 
 

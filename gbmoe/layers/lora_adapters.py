@@ -119,7 +119,8 @@ def add_adapter(model: torch.nn.Module, name: str, *, rank: int, alpha: float | 
         freeze: set requires_grad of the experts' own weights and biases to False, so that they get no gradients.
 
     Returns:
-        The new parameters: a [E,R,in], drawn as torch.nn.Linear draws its weight, and b [E,out,R], zeros.
+        The new parameters: a [E,R,in], drawn as torch.nn.Linear draws its weight, and b [E,out,R], zeros. Gate and up have factors of
+        their own also where a weight_layout has them in one tensor.
 
     Raises:
         ValueError: where the model has no dMoE, the name is taken, or a layer cannot have adapters.

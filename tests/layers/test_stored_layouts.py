@@ -298,6 +298,7 @@ def test_functional_call_and_stacked_gradients(layout):
 @of_some
 @pytest.mark.parametrize("fields", [{}, {"activation_fn": F.mish, "moe_apply_probs_on_input": True}], ids=["kernel", "callable"])
 def test_one_graph_of_a_compiled_layer(layout, fields):
+    torch._dynamo.reset()
     layer, (x, grad) = fill(make(layout, **fields)), data()
     expected, compiled = step(layer, x, grad), torch.compile(layer, backend="aot_eager", fullgraph=True)
     layer.zero_grad()
