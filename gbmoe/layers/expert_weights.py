@@ -53,6 +53,8 @@ class ExpertWeights(ExpertModule):
     """
 
     compute: Callable[..., torch.Tensor]
+    # Where an expert's matrices lie in the parameters. It is the module's own: arguments may change after it was made.
+    layout: WeightLayout = MEGABLOCKS
     # Whether `compute` takes lora=, a gbmoe.ExpertLora, for these arguments.
     takes_adapters = False
 
@@ -70,6 +72,8 @@ class ExpertWeights(ExpertModule):
         self.num_local_experts = mpu.experts_per_rank(args)
         features = mpu.features_per_rank(args)
         self.rows = self.num_local_experts * features
+        if args.weight_layout is not None:
+            self.layout = WeightLayout.of_code(args.weight_layout.code)
         layout, hidden = self.layout, args.hidden_size
         stacked = args.one_matrix_per_expert or args.weight_layout is not None
         if stacked:
@@ -108,11 +112,6 @@ class ExpertWeights(ExpertModule):
         drawn = torch.empty(self.rows, self.args.hidden_size, device=place.device, dtype=place.dtype)
         _initialise(drawn, self.args, init_method)
         place.copy_(drawn.view(place.shape))
-
-    @property
-    def layout(self) -> WeightLayout:
-        """Where an expert's matrices lie in the parameters."""
-        return self.args.weight_layout or MEGABLOCKS
 
     def stored_names(self) -> tuple[str, ...]:
         """Which of w1, w2 and v1 are parameters."""

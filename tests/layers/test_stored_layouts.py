@@ -390,6 +390,14 @@ def test_refused(fields, words):
     Arguments(expert_parallel_rows=2.0, weight_layout=WeightLayout(), mlp_type="glu")
 
 
+def test_arguments_that_changed_after_a_layer_was_made_changed_where_it_read():
+    layer, (x, _) = make(GATE_FIRST), data()
+    expected = layer(x)
+    layer.args.weight_layout = WeightLayout("up_first", down_transposed=True)
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer.state_dict()["experts.mlp.v1"], make().state_dict()["experts.mlp.v1"])
+
+
 def test_from_megatron_takes_it():
     args = from_megatron(dict_as_object(hidden_size=8, ffn_hidden_size=16, num_experts=4, moe_router_topk=2, moe_router_pre_softmax=True,
                                         mlp_type="glu", weight_layout=GATE_FIRST))
