@@ -18,7 +18,7 @@ from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe.float8 import keeps_weights
 from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
-from gbmoe.layers.megablocks_state import BIASES, WEIGHTS, load_as_megablocks, save_as_megablocks
+from gbmoe.layers.megablocks_state import BIASES, WEIGHTS, load_as_megablocks, save_as_megablocks, saved_tensors, stored_tensor
 from gbmoe.lora_factors import ExpertLora, LoraFactors
 from gbmoe.lora_of_peft import is_of_peft, low_rank_changes, may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
@@ -138,6 +138,15 @@ class ExpertWeights(ExpertModule):
                 " chunks, with shadows or expert_parallel_exact (expert_parallel_transport='exchange', expert_parallel_chunks=1)",
                 "active adapters")
         return self._weights_as_stored()
+
+    def as_saved(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return saved_tensors(self.layout, name, tensor)
+
+    def as_stored(self, name: str, saved: dict[str, torch.Tensor]) -> torch.Tensor:
+        stored = self._parameters.get(name)
+        if name in BIASES or (name in WEIGHTS and stored is not None and stored.dim() == 3):
+            return stored_tensor(self.layout, name, saved, self.num_local_experts)
+        return saved[name]
 
     def own_weights(self) -> list[torch.nn.Parameter]:
         """The parameters of the experts without their adapters."""

@@ -17,22 +17,25 @@ WEIGHTS = ("w1", "w2", "v1")
 BIASES = ("w1_bias", "w2_bias", "v1_bias")
 
 
-def save_as_megablocks(module: Any, state_dict: dict, prefix: str, _) -> None:
-    """A state dict's hook, of experts whose parameters have one matrix an expert. Of parameters [E,F,H] it has views, so that what is
-    loaded into these in place is in the parameters; of other layouts it has copies."""
-    layout: WeightLayout = module.layout
-    for name in WEIGHTS:
-        weight = state_dict.get(prefix + name)
-        if weight is None or weight.dim() != 3:
-            continue
-        if name == "w1" and layout.is_combined:
-            _put_after(state_dict, prefix, "w2", "v1", _rows(layout.matrix("v1", weight)))
-        state_dict[prefix + name] = _rows(layout.matrix(name, weight))
-    bias = state_dict.get(f"{prefix}w1_bias") if layout.is_combined else None
-    if bias is not None:
-        of_gate_EF, of_up_EF = (of.contiguous() for of in layout.biases(bias, None))  # type: ignore[union-attr]
-        state_dict[f"{prefix}w1_bias"] = of_gate_EF
-        _put_after(state_dict, prefix, "w2_bias", "v1_bias", of_up_EF)
+def saved_tensors(layout: WeightLayout, name: str, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What MegaBlocks has, by its names, of a tensor that lies as the parameter w1, w2, v1, or one of their biases: of [E,F,H] a view,
+    of other layouts copies."""
+    if name in WEIGHTS and stored.dim() == 3:
+        both = name == "w1" and layout.is_combined
+        return {each: _rows(layout.matrix(each, stored)) for each in (("w1", "v1") if both else (name,))}
+    if name == "w1_bias" and layout.is_combined:
+        return {each: bias.contiguous() for each, bias in zip(("w1_bias", "v1_bias"), layout.biases(stored, None)) if bias is not None}
+    return {name: stored}
+
+
+def stored_tensor(layout: WeightLayout, name: str, saved: dict[str, Any], experts: int) -> Any:
+    """The tensor of which saved_tensors made these, for a parameter that has one matrix an expert."""
+    if name in BIASES:
+        return layout.joined(saved["w1_bias"], saved["v1_bias"]) if name == "w1_bias" and layout.is_combined else saved[name]
+    parts = {each: _stack(rows, experts) for each, rows in saved.items()}
+    tensor = layout.joined(parts["w1"], parts["v1"]) if name == "w1" and layout.is_combined else parts[name]
+    transposed = layout.down_transposed if name == "w2" else layout.up_transposed
+    return (tensor.transpose(1, 2) if transposed else tensor).contiguous()
 
 
 def _rows(matrix_EFH: torch.Tensor) -> torch.Tensor:
@@ -58,13 +61,27 @@ def _reshaped(tensor: Any, experts: int, reshape: Callable[[Any], Any]) -> Any:
     return reshape(tensor.redistribute(mesh, [Replicate()] * mesh.ndim)).redistribute(mesh, placements)
 
 
+def save_as_megablocks(module: Any, state_dict: dict, prefix: str, _) -> None:
+    """A state dict's hook, of experts whose parameters have one matrix an expert. Of parameters [E,F,H] it has views, so that what is
+    loaded into these in place is in the parameters; of other layouts it has copies."""
+    for name in ("w1", "w2", "v1", "w1_bias"):
+        stored = state_dict.get(prefix + name)
+        if stored is None:
+            continue
+        saved = saved_tensors(module.layout, name, stored)
+        state_dict[prefix + name] = saved.pop(name)
+        for other, tensor in saved.items():
+            _put_after(state_dict, prefix, other.replace("v1", "w2"), other, tensor)
+
+
 def _put_after(state_dict: dict, prefix: str, before: str, name: str, value: torch.Tensor) -> None:
     """Where a layer of MegaBlocks' layout has it: what follows `before` in the module follows it."""
     names = list(state_dict)
     following = names[names.index(prefix + before) + 1:] if prefix + before in state_dict else []
     state_dict[prefix + name] = value
     for key in following:
-        state_dict[key] = state_dict.pop(key)
+        if key != prefix + name:
+            state_dict[key] = state_dict.pop(key)
 
 
 @torch.no_grad()
@@ -74,13 +91,10 @@ def load_as_megablocks(module: Any, state_dict: dict, prefix: str, _metadata: di
     left as they are, and what has another size is left for load_state_dict to refuse."""
     layout: WeightLayout = module.layout
     experts, rows, hidden = module.num_local_experts, module.rows, module.args.hidden_size
-    apart = ("w2",) if layout.is_combined else WEIGHTS
-    for name in apart:
+    for name in ("w2",) if layout.is_combined else WEIGHTS:
         weight = state_dict.get(prefix + name)
         if weight is not None and weight.shape == (rows, hidden):
-            weight_EFH = _stack(weight, experts)
-            transposed = layout.down_transposed if name == "w2" else layout.up_transposed
-            state_dict[prefix + name] = weight_EFH.transpose(1, 2).contiguous() if transposed else weight_EFH
+            state_dict[prefix + name] = stored_tensor(layout, name, {name: weight}, experts)
     if layout.is_combined:
         report = missing_keys, error_msgs
         _load_both(module, state_dict, prefix, ("w1", "v1"), (rows, hidden), report)
@@ -91,37 +105,22 @@ def _load_both(module: Any, state_dict: dict, prefix: str, names: tuple[str, str
                report: tuple[list[str], list[str]]) -> None:
     """Replace gate and up by the one tensor that has both. Where one of them is not there, or has another shape, the parameter keeps its
     part, as a parameter would for which there is nothing to load."""
-    parameter = module._parameters.get(names[0])
-    given = [state_dict.get(prefix + name) for name in names]
-    no_gate_alone = given[0] is None or given[0].shape != shape
-    if parameter is None or (given[1] is None and no_gate_alone):
+    parameter, layout = module._parameters.get(names[0]), module.layout
+    given = {name: state_dict.get(prefix + name) for name in names}
+    fitting = {name: part for name, part in given.items() if part is not None and part.shape == shape}
+    if parameter is None or (given[names[1]] is None and not fitting):
         return
     missing_keys, error_msgs = report
-    fits = [part is not None and part.shape == shape for part in given]
-    for name, part, fit in zip(names, given, fits):
+    for name, part in given.items():
         if part is None:
             missing_keys.append(prefix + name)
-        elif not fit:
+        elif name not in fitting:
             error_msgs.append(f"size mismatch for {prefix + name}: copying a param with shape {part.shape} from checkpoint, the shape in"
                               f" current model is {torch.Size(shape)}.")
         state_dict.pop(prefix + name, None)
-    if all(fits):
-        state_dict[prefix + names[0]] = _joined(module.layout, names[0], given, module.num_local_experts)
-    elif not parameter.is_meta:
-        own = _taken_apart(module.layout, names[0], parameter)
-        parts = [part.to(parameter) if fit else mine for part, fit, mine in zip(given, fits, own)]  # type: ignore[union-attr]
-        state_dict[prefix + names[0]] = _joined(module.layout, names[0], parts, module.num_local_experts)
-
-
-def _joined(layout: WeightLayout, name: str, parts: list, experts: int) -> torch.Tensor:
-    if name == "w1_bias":
-        return layout.joined(*parts)
-    both = layout.joined(*(_stack(part, experts) for part in parts))
-    return (both.transpose(1, 2) if layout.up_transposed else both).contiguous()
-
-
-def _taken_apart(layout: WeightLayout, name: str, parameter: torch.Tensor) -> tuple:
-    """What `_joined` made it of."""
-    if name == "w1_bias":
-        return layout.biases(parameter, None)
-    return tuple(_rows(layout.matrix(of, parameter)) for of in ("w1", "v1"))
+    if len(fitting) < 2:
+        if parameter.is_meta:  # it has no part to keep
+            return
+        own = saved_tensors(layout, names[0], parameter)
+        fitting = {name: fitting[name].to(own[name]) if name in fitting else own[name] for name in names}
+    state_dict[prefix + names[0]] = stored_tensor(layout, names[0], fitting, module.num_local_experts)
