@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gbmoe
@@ -126,11 +126,24 @@ def train(case, rank, mesh, device):
         result["gradients"].append({name_of(n): whole(p.grad) for n, p in model.named_parameters()})
         optimizer.step()
     model.load_state_dict(model.state_dict(), strict=True)
+    if "weight_layout" in case.fields:
+        load_whole(model, make(case, device)[0])
     # Every rank takes part in gathering, and the first one keeps it.
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     result["state"] = {name_of(n): t for n, t in state.items()}
     result["sharded"] = {name_of(n) for n, p in model.named_parameters() if hasattr(p, "to_local")}
     return result
+
+
+def load_whole(model, alone):
+    """Put a whole checkpoint into a sharded model by the names and shapes of its parameters, as docs/experts.md says."""
+    alone.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    for broadcast in (False, True):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, {name: p.detach().clone() for name, p in alone.named_parameters()}, options=options)
 
 
 def part_alone(mesh, device):
