@@ -93,6 +93,28 @@ class WeightLayout:
             return (first, w2, second) if self.gate_up == "gate_first" else (second, w2, first)
         return w1, w2, v1
 
+    def matrix(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The matrix "w1", "w2" or "v1", [E,F,H], as a view of the tensor that has it."""
+        if name == "w2":
+            return tensor.transpose(1, 2) if self.down_transposed else tensor
+        if not self.is_combined:
+            return tensor.transpose(1, 2) if self.up_transposed else tensor
+        w1_EFH, _, v1_EFH = self.matrices(tensor, tensor, None)
+        assert v1_EFH is not None
+        return w1_EFH if name == "w1" else v1_EFH
+
+    def parameters(self, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None,
+                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(w1, w2, v1) in this layout, contiguous, of which `matrices` makes these; no copies of those that lie so already."""
+        w1, v1 = w1_EFH, v1_EFH
+        if self.is_combined:
+            assert v1_EFH is not None
+            w1, v1 = self.joined(w1_EFH, v1_EFH), None
+        if self.up_transposed:
+            w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
+        w2 = w2_EFH.transpose(1, 2) if self.down_transposed else w2_EFH
+        return w1.contiguous(), w2.contiguous(), None if v1 is None else v1.contiguous()
+
     def biases(self, w1_bias: torch.Tensor | None, v1_bias: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(gate's, up's), each [E,F], of biases that lie as the rows (or columns) of the weights do; one matrix before the activation has
         the first."""
@@ -105,9 +127,9 @@ class WeightLayout:
         return (first, second) if self.gate_up == "gate_first" else (second, first)
 
     def joined(self, gate_EF: torch.Tensor, up_EF: torch.Tensor) -> torch.Tensor:
-        """[E,2F], of which `biases` makes these two."""
+        """[E,2F], of which `biases` makes these two. Both may have further dimensions, and the result then has them as well."""
         if self.gate_up == "interleaved":
-            return torch.stack((gate_EF, up_EF), -1).flatten(1)
+            return torch.stack((gate_EF, up_EF), 2).flatten(1, 2)
         return torch.cat((gate_EF, up_EF) if self.gate_up == "gate_first" else (up_EF, gate_EF), 1)
 
     def check(self, function: str, w1: torch.Tensor, v1: torch.Tensor | None) -> None:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gbmoe
+from gbmoe import WeightLayout
 from gbmoe.layers import Arguments
 from tests import rank_groups
 
@@ -38,6 +39,11 @@ CASES = {
     "mixed precision of experts": Case("experts", dict(bias=False), mixed=True),
     "float32 router": Case("router", dict(mlp_type="glu", bias=False), mixed=True),
     "compiled": Case("block", dict(mlp_type="glu"), compiled=True),
+    "another layout": Case("block", dict(mlp_type="glu", weight_layout=WeightLayout("gate_first", down_transposed=True))),
+    "another layout, of experts": Case("experts", dict(mlp_type="glu", bias=False, moe_expert_linear_bias=True,
+                                                       weight_layout=WeightLayout("interleaved", True))),
+    "another layout, whole experts": Case("block", dict(mlp_type="glu", moe_num_experts=4, weight_layout=WeightLayout("up_first", True))),
+    "one matrix an expert": Case("block", dict(mlp_type="glu", one_matrix_per_expert=True)),
     "expert parallel": Case("block", dict(moe_num_experts=4, moe_expert_model_parallelism=True, bias=False)),
 }
 
@@ -119,11 +125,25 @@ def train(case, rank, mesh, device):
         result["losses"].append(float(loss_and_gradients(model, args, inputs(step, rank, device))))
         result["gradients"].append({name_of(n): whole(p.grad) for n, p in model.named_parameters()})
         optimizer.step()
+    model.load_state_dict(model.state_dict(), strict=True)
+    if "weight_layout" in case.fields:
+        load_whole(model, make(case, device)[0])
     # Every rank takes part in gathering, and the first one keeps it.
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     result["state"] = {name_of(n): t for n, t in state.items()}
     result["sharded"] = {name_of(n) for n, p in model.named_parameters() if hasattr(p, "to_local")}
     return result
+
+
+def load_whole(model, alone):
+    """Put a whole checkpoint into a sharded model by the names and shapes of its parameters, as docs/experts.md says."""
+    alone.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    for broadcast in (False, True):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, {name: p.detach().clone() for name, p in alone.named_parameters()}, options=options)
 
 
 def part_alone(mesh, device):
@@ -225,8 +245,9 @@ def test_two_processes_train_as_one(sharded, name):
     for parameter, expected in alone["state"].items():
         close(state[parameter], mine(expected, state[parameter], 0), msg=lambda text: f"{parameter}: {text}")
     if "expert parallel" not in name:
-        assert results[name, 0]["sharded"] == set(state)
-        make(case, "cpu")[0].load_state_dict(state, strict=True)
+        model, _ = make(case, "cpu")
+        assert results[name, 0]["sharded"] == {parameter for parameter, _ in model.named_parameters()}
+        model.load_state_dict(state, strict=True)
 
 
 @pytest.mark.parametrize("units", UNITS, ids=" ".join)

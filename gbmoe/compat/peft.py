@@ -35,7 +35,8 @@ TESTED = ("0.21.0", "0.21.2")
 def register() -> None:
     """Let PEFT's LoRA on experts' parameters be computed by gbmoe, in this process. Calling it again changes nothing.
 
-    It concerns experts of transformers models with experts_implementation="gbmoe", and gbmoe.dMoE with one_matrix_per_expert.
+    It concerns experts of transformers models with experts_implementation="gbmoe", and gbmoe.dMoE with one_matrix_per_expert
+    or a weight_layout.
 
     Raises:
         ImportError: for another release than these, and where the function has other parameters.

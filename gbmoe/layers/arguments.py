@@ -17,6 +17,7 @@ from gbmoe._checks import as_device, names_the_nearest_field, require, require_c
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers.expert_parallel_options import FLAT_NAMES, ExpertParallelOptions, with_flat_names
 from gbmoe.router_function import SCORES, RouterFunction
+from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
 
 DEFAULT_ACTIVATION_FN = functools.partial(F.gelu, approximate="tanh")
 LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
@@ -96,6 +97,13 @@ class Arguments:
     `one_matrix_per_expert` makes the experts' parameters [E,F,H] instead of MegaBlocks' [E*F,H], for optimizers that see a matrix in each
     parameter, such as Muon, which would orthogonalise all experts as one. State dicts are MegaBlocks' with it and without. Those of an
     optimizer are not: docs/recipes.md says how to resume from [E*F,H].
+
+    `weight_layout` says where an expert's gate, up and down lie in the parameters, see gbmoe.WeightLayout, which then have one matrix an
+    expert: `w1` [E,F,H] or [E,H,F], and `v1` alike; with gate and up in one tensor `w1` [E,2F,H] or [E,H,2F], `w1_bias` [E,2F], and no
+    `v1` or `v1_bias`; `w2` [E,F,H] or [E,H,F]. Values at first, results and state dicts are those of MegaBlocks' layout, so that
+    checkpoints move between layouts. What state_dict() returns is in the memory of the parameters only where these are [E,F,H]: of others
+    it is a copy, which has to be loaded by load_state_dict. Optimizers' state is that of the parameters' own shapes. Gate and up in one
+    tensor need mlp_type "glu". Layouts other than MegaBlocks' exclude expert_parallel_rows and expert_parallel_loans.
 
     Raises:
         TypeError: for a keyword that is no field, naming the nearest one.
@@ -182,6 +190,7 @@ class Arguments:
     one_matrix_per_expert: bool = False
     moe_expert_linear_bias: bool = False
     moe_apply_probs_on_input: bool = False
+    weight_layout: WeightLayout | None = None
 
     def __post_init__(self):
         for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers", "pipeline_model_parallel_size"):
@@ -215,10 +224,23 @@ class Arguments:
         for option in ("moe_expert_linear_bias", "moe_apply_probs_on_input"):
             for name, expected in (("mlp_impl", "gbmoe"), ("moe_expert_model_parallelism", False)) if getattr(self, option) else ():
                 require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} with {option}", repr(getattr(self, name)))
+        if self.weight_layout is not None:
+            self._check_weight_layout(self.weight_layout)
         self._check_router()
         as_device(self.device, "Arguments")
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size
+
+    def _check_weight_layout(self, layout: WeightLayout):
+        require(isinstance(layout, WeightLayout), "Arguments", "weight_layout", "None or a gbmoe.WeightLayout", repr(layout))
+        require(self.mlp_type == "glu" or not layout.is_combined, "Arguments", "weight_layout",
+                "gate_up 'separate' with mlp_type 'mlp', which has no gate", f"'{layout.code}'")
+        if layout != MEGABLOCKS:
+            for name, none, why in (("expert_parallel_rows", None, "further rows are computed one part after the other"),
+                                    ("expert_parallel_loans", 0, "experts are lent as [F,H]")):
+                value = getattr(self, name)
+                require(value == none, "Arguments", name,
+                        f"{none} with weight_layout '{layout.code}', as {why} in MegaBlocks' layout alone", repr(value))
 
     def _check_router(self):
         require_choice("Arguments", "moe_router_score_function", self.moe_router_score_function, SCORES)

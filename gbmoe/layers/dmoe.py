@@ -123,7 +123,7 @@ class dMoE(torch.nn.Module):
 
     Parameters, all under MegaBlocks' names and shapes, so that its checkpoints load with strict=True: router.layer.weight
     [E,H]; experts.mlp.w1, w2 and (glu) v1 [E*F,H]; experts.bias [H]; shared_expert.{up,down,gate}_proj. Options that MegaBlocks lacks add
-    names of their own.
+    names of their own, and with one_matrix_per_expert or weight_layout the names and shapes are those of state dicts alone.
 
     The layer's dtype is that of its experts. The router may have another one, such as float32 in a bfloat16 layer (`layer.router.float()`).
     `router.layer` may be any module that maps [T,H] to logits [T,E], such as an adapter round the linear layer or a quantised one.
@@ -287,7 +287,7 @@ _ROUTE = dMoE._route
 # What a call of each of these modules runs, which somebody may replace, in the class or for one module.
 _METHODS: dict[type, tuple[str, ...]] = {
     LearnedRouter: ("forward", "_route"), ParallelDroplessMLP: ("forward",),
-    GroupedExperts: ("forward", "compute", "weights_EFH", "_weights_EFH")}
+    GroupedExperts: ("forward", "compute", "weights_as_stored", "_weights_as_stored")}
 _NOW = {kind: operator.attrgetter("__call__", *methods) for kind, methods in _METHODS.items()}
 _ORIGINALS = {kind: (torch.nn.Module.__call__, *(getattr(kind, name) for name in methods)) for kind, methods in _METHODS.items()}
 

@@ -25,6 +25,7 @@ from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, pass_a
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement, sharding
 from gbmoe.plan import RoutingPlan
+from gbmoe.weight_layout import MEGABLOCKS
 
 # The arguments that must be the same on all ranks, as activation_fn must be the same function. `engine` and `mlp_impl` may differ.
 _SAME = ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "mlp_type", "bias", "dtype", *expert_parallel_options.FLAT_NAMES)
@@ -58,6 +59,7 @@ def prepare(args: Arguments) -> Prepared:
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     recipe = args.fp8_recipe and dataclasses.replace(args.fp8_recipe, keep_weights=True)  # of which results do not depend
     values["dtype"], values["fp8_recipe"] = str(args.dtype), str(recipe)
+    values["weight_layout"] = (args.weight_layout or MEGABLOCKS).code
     values.update({"device type": torch.device(args.device).type, "gbmoe's version": __version__})
     agreement.require_same_on_all_ranks(values, args.expert_parallel_group)
     placement(args)
@@ -178,11 +180,11 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
 
 def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, layer) -> torch.Tensor:
     """out [T,H] with rows that are pulled from other ranks' memory."""
-    (w1_EFH, w2_EFH, v1_EFH), scale, keep_weights = experts.weights_of_pass(x_TH.dtype)
+    (w1, w2, v1), scale, keep_weights = experts.weights_of_pass(x_TH.dtype)
     own = experts.args  # `args` may be MegaBlocks'
-    return peer_experts(x_TH, experts_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, str(activation_name(args.activation_fn)),
-                        own.experts_engine, where, meanwhile, scale, layer=layer, keep_weights=keep_weights,
-                        keep_gathered_rows=own.keep_gathered_rows)
+    return peer_experts(x_TH, experts_TK, weights_TK, w1, w2, v1, str(activation_name(args.activation_fn)), own.experts_engine, where,
+                        meanwhile, scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=own.keep_gathered_rows,
+                        layout=experts.layout)
 
 
 def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:

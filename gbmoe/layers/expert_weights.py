@@ -18,6 +18,7 @@ from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe.float8 import keeps_weights
 from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.megablocks_state import BIASES, WEIGHTS, load_as_megablocks, save_as_megablocks, saved_tensors, stored_tensor
 from gbmoe.lora_factors import ExpertLora, LoraFactors
 from gbmoe.lora_of_peft import is_of_peft, low_rank_changes, may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
@@ -28,6 +29,7 @@ from gbmoe.ops.rows_before_weights import rows_before_weights
 from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.parallel.scaled_exchange import ScaledExchange
 from gbmoe.plan import RoutingPlan
+from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
 
 
 def local_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -42,14 +44,17 @@ def local_weight(weight: torch.Tensor) -> torch.Tensor:
 
 class ExpertWeights(ExpertModule):
     """w1, w2 and, for a GLU, v1: each [E*F,H], row-major, expert-major, with MegaBlocks' names, shapes and checkpoints; or with
-    one_matrix_per_expert [E,F,H], and the same checkpoints. With moe_expert_linear_bias also w1_bias and v1_bias [E,F], and w2_bias [E,H].
+    one_matrix_per_expert [E,F,H], or in another weight_layout, and the same checkpoints. With moe_expert_linear_bias also w1_bias and
+    v1_bias [E,F], and w2_bias [E,H]; a layout with gate and up in one tensor has w1_bias [E,2F].
 
     forward(x_TH, plan, weights_TK or None) -> out_TH is the weighted sum of each token's experts. Subclasses compute it for given
-    weights: compute(x_TH, plan, weights_TK or None, w1_EFH, w2_EFH, v1_EFH or None), and scale the gradients of these weights by
-    gradient_scale (gbmoe.ops.gradient_scale).
+    weights: compute(x_TH, plan, weights_TK or None, w1, w2, v1 or None), one matrix an expert, in `layout`. They scale the gradients of
+    these weights by gradient_scale (gbmoe.ops.gradient_scale).
     """
 
     compute: Callable[..., torch.Tensor]
+    # Where an expert's matrices lie in the parameters. It is the module's own: arguments may change after it was made.
+    layout: WeightLayout = MEGABLOCKS
     # Whether `compute` takes lora=, a gbmoe.ExpertLora, for these arguments.
     takes_adapters = False
 
@@ -67,21 +72,50 @@ class ExpertWeights(ExpertModule):
         self.num_local_experts = mpu.experts_per_rank(args)
         features = mpu.features_per_rank(args)
         self.rows = self.num_local_experts * features
-        stacked = args.one_matrix_per_expert
-        shape = (self.num_local_experts, features) if stacked else (self.rows,)
+        if args.weight_layout is not None:
+            self.layout = WeightLayout.of_code(args.weight_layout.code)
+        layout, hidden = self.layout, args.hidden_size
+        stacked = args.one_matrix_per_expert or args.weight_layout is not None
         if stacked:
-            self.register_state_dict_post_hook(_save_as_megablocks)
-            self.register_load_state_dict_pre_hook(_load_as_megablocks)
-        for name, init_method in methods.items():
-            weight = torch.nn.Parameter(torch.empty(*shape, args.hidden_size, device=args.device, dtype=args.dtype))
-            with torch.no_grad():
-                _initialise(weight, args, init_method)
-            self.register_parameter(name, weight)
+            self.register_state_dict_post_hook(save_as_megablocks)
+            self.register_load_state_dict_pre_hook(load_as_megablocks)
+        columns = {"w1": 2 * features if layout.is_combined else features, "w2": features, "v1": features}
+        names = [name for name in methods if name in self.stored_names()]
+        for name in names:
+            shape = (columns[name], hidden)
+            if layout.down_transposed if name == "w2" else layout.up_transposed:
+                shape = (hidden, columns[name])
+            shape = (self.num_local_experts, *shape) if stacked else (self.rows, hidden)  # type: ignore[assignment]
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=args.device, dtype=args.dtype)))
+        absent = [name for name in methods if name not in names]
+        for name in absent:  # as attributes they are there for those who walk along the names of state dicts, as torch does
+            self.register_parameter(name, None)
+        with torch.no_grad():
+            for name, init_method in methods.items():
+                self._draw(name, init_method)
         if args.moe_expert_linear_bias:
-            for name in methods:
-                columns = args.hidden_size if name == "w2" else features
-                bias = torch.zeros(self.num_local_experts, columns, device=args.device, dtype=args.dtype)
+            columns["w2"] = hidden
+            for name in names:
+                bias = torch.zeros(self.num_local_experts, columns[name], device=args.device, dtype=args.dtype)
                 self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias))
+            for name in absent:
+                self.register_parameter(f"{name}_bias", None)
+
+    def _draw(self, name: str, init_method: Callable[[torch.Tensor], Any]) -> None:
+        """Draw the matrices w1, w2 or v1 of all experts, with the values that they have in MegaBlocks' layout."""
+        stored = self._parameters[name if name in self.stored_names() else "w1"]
+        assert stored is not None
+        place = self.layout.matrix(name, stored)
+        if place.is_contiguous():
+            _initialise(place, self.args, init_method)
+            return
+        drawn = torch.empty(self.rows, self.args.hidden_size, device=place.device, dtype=place.dtype)
+        _initialise(drawn, self.args, init_method)
+        place.copy_(drawn.view(place.shape))
+
+    def stored_names(self) -> tuple[str, ...]:
+        """Which of w1, w2 and v1 are parameters."""
+        return ("w1", "w2", "v1") if self.args.mlp_type == "glu" and not self.layout.is_combined else ("w1", "w2")
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """As in Module. Every parameter is marked as expert-parallel or not, also one that load_state_dict(assign=True) puts here."""
@@ -93,12 +127,26 @@ class ExpertWeights(ExpertModule):
         self.gradient_scale = self.gradient_scale or 1  # None in modules that were pickled before 0.2
 
     def weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(w1, w2, v1 or None) as [E,F,H], local. `compute` scales their gradients by gradient_scale. Raises ValueError where there are
-        adapters, of which a caller that computes with weights alone would not know."""
+        """(w1, w2, v1 or None) as [E,F,H], local; of another layout they are views. Gradients are not scaled. Raises as weights_as_stored
+        does."""
+        return self.layout.matrices(*self.weights_as_stored())
+
+    def weights_as_stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(w1, w2, v1 or None), local, one matrix an expert, in `layout`. `compute` scales their gradients by gradient_scale. Raises
+        ValueError where there are adapters, of which a caller that computes with weights alone would not know."""
         require(self.active_lora() is None, "dMoE", "adapters", "none that is active, or merged ones, with experts in mapped memory, in"
                 " chunks, with shadows or expert_parallel_exact (expert_parallel_transport='exchange', expert_parallel_chunks=1)",
                 "active adapters")
-        return self._weights_EFH()
+        return self._weights_as_stored()
+
+    def as_saved(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return saved_tensors(self.layout, name, tensor)
+
+    def as_stored(self, name: str, saved: dict[str, torch.Tensor]) -> torch.Tensor:
+        stored = self._parameters.get(name)
+        if name in BIASES or (name in WEIGHTS and stored is not None and stored.dim() == 3):
+            return stored_tensor(self.layout, name, saved, self.num_local_experts)
+        return saved[name]
 
     def own_weights(self) -> list[torch.nn.Parameter]:
         """The parameters of the experts without their adapters."""
@@ -112,17 +160,17 @@ class ExpertWeights(ExpertModule):
     def active_lora(self) -> ExpertLora | None:
         """The active adapters of these experts, gbmoe's own and PEFT's, that are not merged."""
         adapters: Any = self._modules.get("adapters")
-        own = None if adapters is None else adapters.lora()
+        own = None if adapters is None else adapters.lora(self.layout)
         return own if not may_have_changes(self) else _with_changes_of_peft(self, own)
 
-    def _weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _weights_as_stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         experts, hidden = self.num_local_experts, self.args.hidden_size
         w1, w2, v1 = [w if w is None or w.dim() == 3 else w.view(experts, -1, hidden) for w in self._weights()]
         return w1, w2, v1  # type: ignore[return-value]
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """w1, w2 and v1 in the shape in which they are parameters, local."""
-        return self._weight("w1"), self._weight("w2"), self._weight("v1") if self.args.mlp_type == "glu" else None
+        return self._weight("w1"), self._weight("w2"), self._weight("v1") if len(self.stored_names()) == 3 else None
 
     def _weight(self, name: str) -> torch.Tensor:
         weight: Any = self._parameters.get(name)
@@ -138,16 +186,16 @@ class ExpertWeights(ExpertModule):
         return weight
 
     def biases(self) -> dict[str, Any]:
-        """w1_bias, w2_bias and (glu) v1_bias, those that there are, local."""
+        """w1_bias, w2_bias and (glu) v1_bias, those that there are, local, as `layout` has them."""
         if not self.args.moe_expert_linear_bias:
             return {}
-        return {f"{name}_bias": local_weight(getattr(self, f"{name}_bias")) for name in _NAMES if hasattr(self, f"{name}_bias")}
+        return {name: local_weight(bias) for name in BIASES if (bias := getattr(self, name, None)) is not None}
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
         lora = self.active_lora()
         if lora is None:
-            return self.compute(x_TH, plan, weights_TK, *self._weights_EFH())
-        return self.compute(x_TH, plan, weights_TK, *self._weights_EFH(), lora=lora)
+            return self.compute(x_TH, plan, weights_TK, *self._weights_as_stored())
+        return self.compute(x_TH, plan, weights_TK, *self._weights_as_stored(), lora=lora)
 
     def stored_weight(self) -> Any:
         """A tensor from which the weights are computed, for its dtype and device: w1 or, where a parametrization or pruning has taken
@@ -171,14 +219,15 @@ class ExpertWeights(ExpertModule):
     def in_chunks(self, bounds: list[tuple[int, int]], shadows_of: Callable[..., tuple] | None = None,
                   ) -> list[Callable[..., torch.Tensor]]:
         """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one after its last;
-        together the chunks are all experts. With `shadows_of`, one more for the experts whose weights shadows_of(w1, w2, v1 or None) gives.
+        together the chunks are all experts. With `shadows_of`, one more for the experts whose weights shadows_of(w1, w2, v1 or None) gives,
+        in the layout of those that it takes.
 
         Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
         """
         self._require_no_hooks("expert_parallel_chunks and expert_parallel_shadows")
         sizes = [end - first for first, end in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
-        weights = self.weights_EFH()
+        weights = self.weights_as_stored()
         parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))
         if shadows_of is not None:
             parts.append(shadows_of(*weights))
@@ -195,11 +244,9 @@ class ExpertWeights(ExpertModule):
     def extra_repr(self) -> str:
         a = self.args
         experts, ffn = mpu.experts_per_rank(a), mpu.features_per_rank(a)
+        layout = "" if self.layout == MEGABLOCKS else f", layout='{self.layout.code}'"
         return (f"{a.mlp_type}, experts={experts}, hidden={a.hidden_size}, ffn={ffn},"
-                f" engine={a.experts_engine}")
-
-
-_NAMES = ("w1", "w2", "v1")
+                f" engine={a.experts_engine}{layout}")
 
 
 def _without_changes(module: ExpertWeights, name: str) -> torch.Tensor:
@@ -210,38 +257,26 @@ def _without_changes(module: ExpertWeights, name: str) -> torch.Tensor:
         return changed.original
     parts: Any = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()  # type: ignore[index]
     if any(is_of_peft(part) for part in parts) and parts.original.dim() == 2:
-        require(False, "dMoE", name, "adapters of each expert: gbmoe.add_adapter, or with Arguments(one_matrix_per_expert=True) PEFT's"
-                " target_parameters", f"PEFT's factors of one matrix {list(parts.original.shape)}, the rows of all experts", TypeError)
+        require(False, "dMoE", name, "adapters of each expert: gbmoe.add_adapter, or with Arguments(one_matrix_per_expert=True) or a"
+                " weight_layout PEFT's target_parameters",
+                f"PEFT's factors of one matrix {list(parts.original.shape)}, the rows of all experts", TypeError)
     return getattr(module, name)
 
 
 def _with_changes_of_peft(module: ExpertWeights, own: ExpertLora | None) -> ExpertLora | None:
-    """`own`, and the changes that PEFT makes of w1, w2 and v1, each [E,F,H]."""
+    """`own`, and the changes that PEFT makes of the parameters w1, w2 and v1."""
     if not module.takes_adapters:
         return own
-    found = {name: () if own is None else own.of(name) for name in _NAMES}
-    for name in _NAMES:
+    found = {name: () if own is None else own.of(name) for name in WEIGHTS}
+    for name in WEIGHTS:
         changed = low_rank_changes(module, name)
         if changed is not None and changed.original.dim() == 3:
+            # A parameter [E,out,in] has factors [E,out,r] and [E,r,in], and one [E,in,out] the transposes of these.
+            transposed = not module.layout.down_transposed if name == "w2" else module.layout.up_transposed
             found[name] += tuple(
-                LoraFactors(lhs.transpose(1, 2), rhs.transpose(1, 2), scale) if name == "w2" else LoraFactors(rhs, lhs, scale)
+                LoraFactors(lhs.transpose(1, 2), rhs.transpose(1, 2), scale) if transposed else LoraFactors(rhs, lhs, scale)
                 for lhs, rhs, scale in changed.changes)
     return ExpertLora(**found) if any(found.values()) else None
-
-
-def _save_as_megablocks(module: ExpertWeights, state_dict: dict, prefix: str, _) -> None:
-    """[E,F,H] as [E*F,H], views of the same memory, so that what is loaded into them in place is in the parameters."""
-    for name in _NAMES:
-        weight = state_dict.get(prefix + name)
-        if weight is not None and weight.dim() == 3:
-            state_dict[prefix + name] = weight.flatten(0, 1)
-
-
-def _load_as_megablocks(module: ExpertWeights, state_dict: dict, prefix: str, *_) -> None:
-    for name in _NAMES:
-        weight = state_dict.get(prefix + name)
-        if weight is not None and weight.dim() == 2 and weight.size(0) == module.rows:  # another size is load_state_dict's to refuse
-            state_dict[prefix + name] = weight.unflatten(0, (module.num_local_experts, -1))
 
 
 def _initialise(weight: torch.Tensor, args: Arguments, init_method: Callable[[torch.Tensor], Any]) -> None:
@@ -288,9 +323,9 @@ class GroupedExperts(ExpertWeights):
     def takes_adapters(self) -> bool:  # type: ignore[override]
         return activation_name(self.args.activation_fn) is not None and self.args.fp8_recipe is None
 
-    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
-                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, lora: ExpertLora | None = None) -> torch.Tensor:
-        return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
+    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1: torch.Tensor,
+                w2: torch.Tensor, v1: torch.Tensor | None, lora: ExpertLora | None = None) -> torch.Tensor:
+        return expert_mlp(x_TH, plan, w1, w2, v1, weights_TK=weights_TK, activation=self.args.activation_fn, layout=self.layout,
                           engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
                           batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe,
                           keep_gathered_rows=self.args.keep_gathered_rows, weight_gradient_scale=self.gradient_scale,
@@ -303,12 +338,12 @@ class GroupedExperts(ExpertWeights):
             assert plan is not None
             return super().forward(x_TH, plan, weights_TK)
         weights, scale, keep_weights = self.weights_of_pass(x_TH.dtype)
-        return over.experts(x_TH, weights_TK, *weights, str(activation_name(self.args.activation_fn)), scale, keep_weights)
+        return over.experts(x_TH, weights_TK, *weights, str(activation_name(self.args.activation_fn)), scale, keep_weights, self.layout)
 
     def weights_of_pass(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], float, bool]:
-        """(w1, w2 and v1 [E,F,H] in the dtype of the tokens, the scale that is left for their gradients, whether forward keeps them in
+        """(w1, w2 and v1 as stored, in the dtype of the tokens, the scale that is left for their gradients, whether forward keeps them in
         float8), for a pass that computes with them over a transport."""
-        weights: Any = self.weights_EFH()
+        weights: Any = self.weights_as_stored()
         scale = self.gradient_scale
         if not scales_exactly(scale, dtype):
             weights, scale = with_scaled_gradients(scale, *weights), 1.0
@@ -325,14 +360,15 @@ class GroupedExperts(ExpertWeights):
             return None
         biases = self.biases()
         tensors = *self._weights(), biases.get("w1_bias"), biases.get("w2_bias"), biases.get("v1_bias")
-        return ExpertsCall(tensors, activation, args.engine, args.batch_invariant, args.keep_gathered_rows)
+        return ExpertsCall(tensors, activation, args.engine, args.batch_invariant, args.keep_gathered_rows, self.layout.code)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:
             return None
         self._require_no_hooks("expert_parallel_exact")
-        return lambda x_TH, plan, weights_T1: rows_before_weights(x_TH, plan, weights_T1, *self.weights_EFH(),
-                                                                  self.args.activation_fn, self.args.experts_engine, self.gradient_scale)
+        return lambda x_TH, plan, weights_T1: rows_before_weights(
+            x_TH, plan, weights_T1, *self.weights_as_stored(), self.args.activation_fn, self.args.experts_engine, self.gradient_scale,
+            self.layout)
 
 
 class BmmExperts(ExpertWeights):
@@ -342,10 +378,10 @@ class BmmExperts(ExpertWeights):
     it uses more memory, and multiplies zeros.
     """
 
-    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
-                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1: torch.Tensor,
+                w2: torch.Tensor, v1: torch.Tensor | None) -> torch.Tensor:
         refuse_jit_tracing("mlp_impl 'bmm'")
-        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(self.gradient_scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
+        w1_EFH, w2_EFH, v1_EFH = self.layout.matrices(*with_scaled_gradients(self.gradient_scale, w1, w2, v1))  # type: ignore[arg-type]
         experts, hidden = w1_EFH.size(0), x_TH.size(1)
         capacity = int(plan.padded_counts_E.max()) if plan.num_rows else 0
         # A slot of expert e is at index `row - first row of e` of the expert's C rows; one spare row is for dropped slots.
@@ -369,10 +405,10 @@ class BmmExperts(ExpertWeights):
 class ReferenceExperts(ExpertWeights):
     """mlp_impl='reference': a loop over the experts in plain PyTorch, with PyTorch's own gradients."""
 
-    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
-                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1: torch.Tensor,
+                w2: torch.Tensor, v1: torch.Tensor | None) -> torch.Tensor:
         refuse_jit_tracing("mlp_impl 'reference'")
-        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(self.gradient_scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
+        w1_EFH, w2_EFH, v1_EFH = self.layout.matrices(*with_scaled_gradients(self.gradient_scale, w1, w2, v1))  # type: ignore[arg-type]
         xp_PH = padded_gather(x_TH, plan)
         sizes = plan.host_sizes().tolist()
         y_PH = []

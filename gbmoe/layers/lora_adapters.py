@@ -17,6 +17,7 @@ from gbmoe._checks import require
 from gbmoe.layers import mpu
 from gbmoe.layers.expert_weights import ExpertWeights, local_weight
 from gbmoe.lora_factors import ExpertLora, LoraFactors
+from gbmoe.weight_layout import WeightLayout
 
 __all__ = ["adapter_state_dict", "add_adapter", "load_adapter_state_dict", "merge_adapters", "remove_adapter", "set_adapters",
            "unmerge_adapters"]
@@ -67,13 +68,18 @@ class Adapters(torch.nn.ModuleDict):
         assert isinstance(found, Adapter)
         return found
 
-    def lora(self) -> ExpertLora | None:
+    def lora(self, layout: WeightLayout) -> ExpertLora | None:
         """What expert_mlp is to compute with; None where no adapter is active, or all that are active are merged."""
         used = [self.adapter(name) for name in self.active if name not in self.merged]
         if not used:
             return None
         of = {name: tuple(each.factors(name) for each in used if name in each.targets) for name in ("w1", "w2", "v1")}
-        return ExpertLora(**of)
+        if not layout.is_combined:
+            return ExpertLora(**of)
+        # The factors of gate and up remain parameters of their own. In the one tensor each changes its own rows.
+        of_gate = [LoraFactors(each.a, layout.joined(each.b, torch.zeros_like(each.b)), each.scale) for each in of["w1"]]
+        of_up = [LoraFactors(each.a, layout.joined(torch.zeros_like(each.b), each.b), each.scale) for each in of["v1"]]
+        return ExpertLora(w1=(*of_gate, *of_up), w2=of["w2"])
 
     def extra_repr(self) -> str:
         return f"active={list(self.active)}, merged={list(self.merged)}"
@@ -113,7 +119,8 @@ def add_adapter(model: torch.nn.Module, name: str, *, rank: int, alpha: float | 
         freeze: set requires_grad of the experts' own weights and biases to False, so that they get no gradients.
 
     Returns:
-        The new parameters: a [E,R,in], drawn as torch.nn.Linear draws its weight, and b [E,out,R], zeros.
+        The new parameters: a [E,R,in], drawn as torch.nn.Linear draws its weight, and b [E,out,R], zeros. Gate and up have factors of
+        their own also where a weight_layout has them in one tensor.
 
     Raises:
         ValueError: where the model has no dMoE, the name is taken, or a layer cannot have adapters.
@@ -236,13 +243,14 @@ def _versions(adapter: Adapter) -> dict[int, int]:
 
 def _add(path: str, experts: ExpertWeights, adapter: Adapter, sign: float) -> None:
     for name in adapter.targets:
-        weight = experts._parameters.get(name)
+        stored = name if name in experts.stored_names() else "w1"
+        weight = experts._parameters.get(stored)
         plain = type(weight) is torch.nn.Parameter
-        require(plain, "merge_adapters", f"'{path}.{name}'", "a plain parameter", type(weight).__name__)
+        require(plain, "merge_adapters", f"'{path}.{stored}'", "a plain parameter", type(weight).__name__)
         assert weight is not None
         factors = adapter.factors(name)
         b_ENR, a_ERK = factors.b.to(weight.dtype), factors.a.to(weight.dtype)
-        w_EFH = weight.view(experts.num_local_experts, -1, experts.args.hidden_size)
+        w_EFH = experts.layout.matrix(name, weight if weight.dim() == 3 else weight.unflatten(0, (experts.num_local_experts, -1)))
         left, right = (a_ERK.transpose(1, 2), b_ENR.transpose(1, 2)) if name == "w2" else (b_ENR, a_ERK)
         w_EFH.baddbmm_(left, right, alpha=sign * factors.scale)
 

@@ -5,7 +5,7 @@ is host-bound: each of the three takes longer on the host, where arguments are c
 the device. Here arguments are checked when a kind of call comes for the first time.
 
 Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden, F ffn hidden. x, its gradient and the result have H elements in
-their last dimension and T in the others together; experts' weights are [E,F,H] or [E*F,H].
+their last dimension and T in the others together; experts' weights are [E*F,H], or one matrix an expert in a WeightLayout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from gbmoe import _torch_names as names, programs
 from gbmoe._define_operator import is_profiled, is_unseen, is_watched, without_autocast
 from gbmoe.engines.resolved import decides_by_kind
-from gbmoe.ops.expert_arguments import check_arguments, check_biases
+from gbmoe.ops.expert_arguments import check_arguments, check_biases, matrices
 from gbmoe.ops.experts import (
     experts_gradients,
     experts_gradients_by_operator,
@@ -30,7 +30,7 @@ from gbmoe.ops.route_tokens import router_gradients, router_inputs, router_kerne
 from gbmoe.plan import RoutingPlan
 from gbmoe.programs import Programs
 from gbmoe.router_function import RouterFunction
-from gbmoe.weight_layout import MEGABLOCKS
+from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
 
 
 class RouterCall(NamedTuple):
@@ -46,14 +46,16 @@ class RouterCall(NamedTuple):
 
 
 class ExpertsCall(NamedTuple):
-    """What expert_mlp is called with; see there. `tensors` are w1, w2 and v1, the last one None without a gate, each [E,F,H] or
-    [E*F,H], and w1_bias, w2_bias and v1_bias, or None. The activation has a kernel, and is given by its name."""
+    """What expert_mlp is called with; see there. `tensors` are w1, w2 and v1, the last one None without a gate, each [E*F,H],
+    or one matrix an expert in the layout of this WeightLayout.code, and w1_bias, w2_bias and v1_bias, or None. The activation has a kernel,
+    and is given by its name."""
 
     tensors: tuple[torch.Tensor | None, ...]
     activation: str
     engine: str
     batch_invariant: bool
     keep_gathered_rows: bool
+    layout: str = MEGABLOCKS.code
 
 
 class RoutedExperts(NamedTuple):
@@ -76,7 +78,7 @@ def routed_experts(x: torch.Tensor, router: RouterCall, of_experts: ExpertsCall)
     tensors = (x, *router.tensors, *of_experts.tensors)
     save = torch.is_grad_enabled() and names.any_requires_grad(*tensors)
     keep_rows = save and of_experts.keep_gathered_rows and names.any_requires_grad(w1, v1)
-    options = (*router[1:], *of_experts[1:4], save, keep_rows)
+    options = (*router[1:], *of_experts[1:4], of_experts.layout, save, keep_rows)
     if save:
         return RoutedExperts(*names.apply(_RoutedExperts, options, x, *tensors))
     return RoutedExperts(*_computed(tensors, options)[0])
@@ -93,21 +95,23 @@ def _forward(inputs: list) -> tuple[tuple, tuple]:
     x, weight_EH, bias_E, expert_bias_E, padding_mask_T, w1, w2, v1, *biases, options = inputs
     inputs.clear()
     num_experts, x_TH = weight_EH.size(0), x.reshape(-1, x.size(-1))
-    w1, w2, v1 = weights = _matrices(w1, w2, v1, num_experts)
-    top_k, normalize, function, router_engine, scores_dtype, activation, engine, batch_invariant, save, keep_rows = options
+    weights = _one_each(w1, w2, v1, num_experts)
+    top_k, normalize, function, router_engine, scores_dtype, activation, engine, batch_invariant, code, save, keep_rows = options
+    layout = WeightLayout.of_code(code)
+    of_experts = matrices(layout, *weights)
     routing = router_inputs(
         x_TH, weight_EH, top_k, normalize=normalize, engine=router_engine, bias=bias_E, function=function, expert_bias=expert_bias_E,
         padding_mask=padding_mask_T, scores_dtype=scores_dtype)
     profiled = is_profiled()  # then by operators, whose names are seen
     scores_TE, weights_TK, experts_TK, logsumexp_T, logits_TE = (router_operator if profiled else router_kernel)(*routing)
     plan = RoutingPlan.from_experts(experts_TK, num_experts, check="none")  # these ids are in range
-    check_arguments(x_TH, plan, w1, w2, v1, weights_TK)
-    check_biases(x_TH, w1.shape, v1, biases, MEGABLOCKS)
-    sizes_E, resolved = sizes_and_engine(plan, x_TH, w1.shape, engine, batch_invariant)
+    check_arguments(x_TH, plan, *of_experts, weights_TK)
+    check_biases(x_TH, of_experts[0].shape, v1, biases, layout)
+    sizes_E, resolved = sizes_and_engine(plan, x_TH, of_experts[0].shape, engine, batch_invariant)
     if not decides_by_kind(resolved):
         programs.refuse("the engine decides by more than the kind of call")
     arguments = experts_inputs(x_TH, plan, weights_TK, weights, tuple(biases), activation, sizes_E, resolved, save=save,
-                               keep_rows=keep_rows, keep_weights=False, scale=1.0, layout=MEGABLOCKS)
+                               keep_rows=keep_rows, keep_weights=False, scale=1.0, layout=layout)
     out_TH, h_PF, g_PF, rows_PH, *_ = (forward_operator if profiled else experts_kernel)(*arguments)
     # Not a view: hooks on one are lost where it is written to, and fully_shard has hooks on results.
     out = torch.ops.aten._unsafe_view.default(out_TH, x.shape)
@@ -121,8 +125,8 @@ def _forward(inputs: list) -> tuple[tuple, tuple]:
 _forward_programs = Programs(_forward, "routed_experts")
 
 
-def _matrices(w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, num_experts: int) -> tuple:
-    """Each [E,F,H]."""
+def _one_each(w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, num_experts: int) -> tuple:
+    """One matrix an expert."""
     return tuple(w if w is None or w.dim() == 3 else w.view(num_experts, -1, w.size(1)) for w in (w1, w2, v1))
 
 
@@ -140,7 +144,7 @@ class _RoutedExperts(torch.autograd.Function):
             ctx.mark_non_differentiable(*results[1:])
         x, weight_EH, bias_E, _, padding_mask_T, *parameters = tensors
         bias_dtype = None if bias_E is None else bias_E.dtype
-        ctx.options = of_scores, code, (x.dtype, weight_EH.dtype, bias_dtype), weight_EH.size(0), options[5], resolved
+        ctx.options = of_scores, code, (x.dtype, weight_EH.dtype, bias_dtype), weight_EH.size(0), options[5], resolved, options[8]
         if not names.any_requires_grad(x, weight_EH, bias_E):
             weight_EH = padding_mask_T = kept_TE = None  # these may be written to before backward
         elif not x.requires_grad:
@@ -171,14 +175,15 @@ def _gradients(inputs: list, by_operators: bool = False) -> tuple[torch.Tensor |
     of_forward = [b1, b2, bv, h, g, rows]
     del saved, h, g, rows
     inputs.clear()
-    of_scores, code, dtypes, num_experts, activation, resolved, (_, _, need_x, need_weight, need_bias, _, _, *need_parameters) = options
+    of_scores, code, dtypes, num_experts, activation, resolved, layout, needs = options
+    _, _, need_x, need_weight, need_bias, _, _, *need_parameters = needs
     need_router, x_TH = need_x or need_weight or need_bias, x.reshape(-1, x.size(-1))
     dx_TH: torch.Tensor | None = None
     dweights_TK: torch.Tensor | None = None
     dparameters: list[torch.Tensor | None] = [None] * 6
     if grad_out is not None:
-        of_experts = [grad_out.reshape(x_TH.shape), x_TH, weights_TK, *tables, *_matrices(w1, w2, v1, num_experts),
-                      *of_forward, activation, resolved, 1.0, MEGABLOCKS.code, (need_x, need_router, *need_parameters)]
+        of_experts = [grad_out.reshape(x_TH.shape), x_TH, weights_TK, *tables, *_one_each(w1, w2, v1, num_experts),
+                      *of_forward, activation, resolved, 1.0, layout, (need_x, need_router, *need_parameters)]
         of_forward.clear()
         dx_TH, dweights_TK, *dparameters = (experts_gradients_by_operator if by_operators else experts_gradients)(of_experts)
         dparameters = [d if d is None or d.shape == w.shape else d.view(w.shape) for d, w in zip(dparameters, (w1, w2, v1, b1, b2, bv))]

@@ -40,6 +40,15 @@ class ExpertModule(torch.nn.Module):
         """The module in which everything belongs to experts; None before it is there."""
         return self
 
+    def as_saved(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a state dict has, by names in this module, of a tensor that lies as the parameter `name`: that parameter, or what an
+        optimizer keeps for it."""
+        return {name: tensor}
+
+    def as_stored(self, name: str, saved: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor of which as_saved made these."""
+        return saved[name]
+
     def mark(self) -> None:
         """Mark every parameter as expert-parallel or not."""
         root = self.expert_root()

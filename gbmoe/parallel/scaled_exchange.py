@@ -21,14 +21,15 @@ from gbmoe.engines.gathered_scaled_rows import GatheredScaledRows
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.launch import packed_rows
 from gbmoe.ops import expert_forward_backward
-from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
+from gbmoe.ops.expert_forward_backward import Gradients, Saved
 from gbmoe.ops.local_transport import LocalTransport
+from gbmoe.ops.pass_weights import weights_of_pass
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.parallel.dispatch_combine import Trip, first_rows_of
 from gbmoe.parallel.pass_agreement import Needs, joined
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
-from gbmoe.weight_layout import MEGABLOCKS, WeightGradients
+from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,19 @@ class ScaledExchange:
     recipe: Float8BlockScaling
 
     def experts(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor,
-                v1_EFH: torch.Tensor | None, activation: str, gradient_scale: float, keep_weights: bool) -> torch.Tensor:
+                v1_EFH: torch.Tensor | None, activation: str, gradient_scale: float, keep_weights: bool,
+                layout: WeightLayout = MEGABLOCKS) -> torch.Tensor:
         """The weighted sums [T,H] of this rank's tokens. Collective, in forward and backward.
 
         Args:
             x_TH, weights_TK: the tokens, bfloat16 or float16, and their router weights.
-            w1_EFH, w2_EFH, v1_EFH: the weights of this rank's experts, in the dtype of x.
+            w1_EFH, w2_EFH, v1_EFH: the weights of this rank's experts, in `layout` and the dtype of x.
             activation: a name in gbmoe.plain.plain_activation.ACTIVATIONS.
             gradient_scale: the gradients of w1, w2 and v1 are multiplied by it.
             keep_weights: as in gbmoe.Float8BlockScaling.
         """
         x_TH = joined(x_TH, self.needs.any)  # every rank takes part in backward
-        inputs = x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, _Call(self, activation, gradient_scale, keep_weights)
+        inputs = x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, _Call(self, activation, gradient_scale, keep_weights, layout)
         return _ScaledExperts.apply(*inputs) if may_be_transformed() else names.apply(_ScaledExperts, *inputs)
 
 
@@ -73,6 +75,7 @@ class _Call:
     activation: str
     gradient_scale: float
     keep_weights: bool
+    layout: WeightLayout
 
 
 _NAMES = ("w1", "w2", "v1")
@@ -86,13 +89,16 @@ class _ScaledExperts(torch.autograd.Function):
         trip, recipe = exchange.trip, exchange.recipe
         (weights_SK, ids_SK), = trip.slots(exchange.ids_TK, weights_TK.detach())
         coming = trip.send(0, _packed(x_TH, trip, recipe))
-        plan = RoutingPlan.from_experts(ids_SK - exchange.first_expert, w1_EFH.size(0), check="none")  # while the rows travel
+        matrices = call.layout.matrices(w1_EFH, w2_EFH, v1_EFH)
+        shape_EFH = matrices[0].shape
+        plan = RoutingPlan.from_experts(ids_SK - exchange.first_expert, shape_EFH[0], check="none")  # while the rows travel
         plan = first_rows_of(plan, int(exchange.sizes_E.sum()), exchange.sizes_E)
-        sizes_E, resolved = sizes_and_engine(plan, x_TH, w1_EFH.shape, recipe.engine)
-        experts = engines.for_experts(resolved, x_TH, plan.num_rows, w1_EFH, sizes_E)
+        sizes_E, resolved = sizes_and_engine(plan, x_TH, shape_EFH, recipe.engine)
+        experts = engines.for_experts(resolved, x_TH, plan.num_rows, matrices[0], sizes_E)
         rows_SY = coming.wait()
         transport = ExchangeTransport(exchange, trip, x_TH, plan.slot_map, weights_SK, rows_SY=rows_SY)
-        weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=save and exchange.needs.x and call.keep_weights)
+        weights = weights_of_pass(call.layout.code, experts.name, w1_EFH, matrices, (None,) * 3,
+                                  keep=save and exchange.needs.x and call.keep_weights)
         out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, weights, sizes_E, call.activation, save)
         if save:
             again = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
@@ -113,14 +119,16 @@ class _ScaledExperts(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         like_TH, weights_SK, sizes_E = saved[0], saved[7], saved[8]
         of_forward = Saved(*saved[4:6])
-        weights = Weights(*saved[1:4], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[13:]) if kept_Y is not None})
-        gradients = WeightGradients(MEGABLOCKS, *saved[1:4])
+        layout, kept = call.layout, {name: kept_Y for name, kept_Y in zip(_NAMES, saved[13:]) if kept_Y is not None}
+        weights = weights_of_pass(layout.code, experts.name, saved[1], layout.matrices(*saved[1:4]), (None,) * 3, kept=kept)
+        gradients = WeightGradients(layout, *saved[1:4])
         trip = replace(exchange.trip, map=SlotMap(row_of_slot_TK=saved[9], slot_of_row_P=saved[10]))
         slots = SlotMap(row_of_slot_TK=saved[11], slot_of_row_P=saved[12])
         transport = ExchangeTransport(exchange, trip, like_TH, slots, weights_SK, rows_SY=saved[6], grad_TH=grad_TH)
         saved.clear()
-        del grad_TH
-        wanted = Gradients(needs.x, needs.weights, own[2], own[3], own[4])
+        del grad_TH, kept
+        own_v1 = own[2] if layout.is_combined and not weights.paired else own[4]
+        wanted = Gradients(needs.x, needs.weights, own[2], own[3], own_v1)
         scale = call.gradient_scale if needs.experts else 1.0
         computed = expert_forward_backward.backward(
             transport, experts, weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)

@@ -7,14 +7,14 @@ Shape suffixes: E all experts, F ffn hidden, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.parallel.agreement import of_all_ranks_unless_alike
-from gbmoe.parallel.expert_modules import Experts, Holder
+from gbmoe.parallel.expert_modules import ExpertModule, Experts, Holder
 from gbmoe.parallel.failures import guarded
 from gbmoe.parallel.groups import world_of
 
@@ -75,9 +75,73 @@ def expert_rows(model: torch.nn.Module) -> dict[str, ExpertRows]:
     for name, holder in Experts().among(model).items():
         prefix, _, leaf = name.rpartition(".")
         module = model.get_submodule(prefix)
-        if leaf not in module._non_persistent_buffers_set:
-            found[_state_dict_name(model, name)] = _rows_of(name, holder, module)
+        if leaf in module._non_persistent_buffers_set:
+            continue
+        saved = {leaf: holder.tensor}
+        if isinstance(module, ExpertModule) and not hasattr(holder.tensor, "to_local"):
+            saved = module.as_saved(leaf, torch.empty_like(holder.tensor, device="meta"))
+        for each, tensor in saved.items():
+            of_state = f"{prefix}.{each}" if prefix else each
+            found[_state_dict_name(model, of_state)] = _rows_of(of_state, Holder(tensor, holder.args), module)
     return found
+
+
+class _Stored(NamedTuple):
+    """A parameter that state dicts have as other tensors: its module, its name there, and their names in the state dict by those there;
+    its shape, and theirs."""
+    module: ExpertModule
+    leaf: str
+    names: dict[str, str]
+    shape: torch.Size
+    saved_shape: torch.Size
+
+
+def _stored_otherwise(model: torch.nn.Module) -> dict[str, _Stored]:
+    """Parameters of experts that state dicts have in other shapes, or as several tensors, by the names that they would have in one."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module._parameters.items() if isinstance(module, ExpertModule) else ():
+            if parameter is None:
+                continue
+            saved = module.as_saved(leaf, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+            if saved.keys() != {leaf} or saved[leaf].shape != parameter.shape:
+                names = {each: _state_dict_name(model, f"{prefix}.{each}" if prefix else each) for each in saved}
+                found[names[leaf]] = _Stored(module, leaf, names, parameter.shape, saved[leaf].shape)
+    return found
+
+
+def _in_other_names(kept: dict[str, Any], names: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """The groups of an optimizer's state with other names of parameters, each once."""
+    return [{**group, "params": list(dict.fromkeys(each for name in group["params"] for each in names.get(name, [name])))}
+            for group in kept["param_groups"]]
+
+
+def _as_saved(kept: dict[str, Any], stored: dict[str, _Stored]) -> dict[str, Any]:
+    """An optimizer's state with what it keeps for parameters in the shapes that state dicts have. Other tensors are kept for each."""
+    state = dict(kept["state"])
+    for name, of in stored.items():
+        for key, value in state.pop(name, {}).items():
+            whole = isinstance(value, torch.Tensor) and value.shape == of.shape
+            saved = of.module.as_saved(of.leaf, value) if whole else dict.fromkeys(of.names, value)
+            for each, tensor in saved.items():
+                state.setdefault(of.names[each], {})[key] = tensor
+    return {**kept, "state": state, "param_groups": _in_other_names(kept, {name: list(of.names.values()) for name, of in stored.items()})}
+
+
+def _as_stored(kept: dict[str, Any], stored: dict[str, _Stored]) -> dict[str, Any]:
+    """What _as_saved took apart."""
+    state = dict(kept["state"])
+    for name, of in stored.items():
+        saved = {each: state.pop(of_state) for each, of_state in of.names.items() if of_state in state}
+        if len(saved) < len(of.names):
+            continue
+        state[name] = {}
+        for key, value in saved[of.leaf].items():
+            whole = isinstance(value, torch.Tensor) and value.shape == of.saved_shape
+            parts = {each: values[key] for each, values in saved.items()}
+            state[name][key] = of.module.as_stored(of.leaf, parts) if whole else value
+    back = {of_state: [name] for name, of in stored.items() for of_state in of.names.values()}
+    return {**kept, "state": state, "param_groups": _in_other_names(kept, back)}
 
 
 def _rows_of(name: str, holder: Holder, module: torch.nn.Module) -> ExpertRows:
@@ -123,8 +187,9 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
         dcp.load(state, checkpoint_id=folder)
         load_sharded_state_dict(state, model, optimizer)
 
-    Tensors share their memory with the model and the optimizer. Where ranks share one expert, the DTensors work for checkpoints alone,
-    not for collectives such as full_tensor.
+    Tensors share their memory with the model and the optimizer, except for those of parameters that are stored in another layout
+    (Arguments.weight_layout): what an optimizer keeps for these is saved as for MegaBlocks' w1, w2 and v1, too, so that it moves between
+    layouts. Where ranks share one expert, the DTensors work for checkpoints alone, not for collectives such as full_tensor.
 
     With an optimizer it is collective over the layers' groups. Where experts are frozen on some of the ranks, their optimizer keeps
     nothing for them. Zeros then stand for what the other ranks keep, so that all rows are there. load_sharded_state_dict leaves them out.
@@ -144,7 +209,7 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     _require_names(rows, weights)
     result: dict[str, Any] = {"model": {n: rows[n].dtensor(t) if n in rows else t for n, t in weights.items()}}
     if optimizer is not None:
-        kept: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizer)
+        kept = _as_saved(state_dict.get_optimizer_state_dict(model, optimizer), _stored_otherwise(model))
         state: dict[str, dict[str, Any]] = kept["state"]
         for name, missing in _kept_elsewhere(rows, weights, state).items():
             zeros = {key: torch.zeros_like(weights[name], dtype=dtype) for key, dtype in missing.items()}
@@ -198,8 +263,15 @@ def load_sharded_state_dict(state: dict[str, Any], model: torch.nn.Module, optim
     def local(name: str, value: Any) -> Any:
         return value.to_local() if name in rows and hasattr(value, "to_local") else value
 
-    state_dict.set_model_state_dict(model, {name: local(name, value) for name, value in state["model"].items()})
+    stored = _stored_otherwise(model)
+    weights = {name: local(name, value) for name, value in state["model"].items()}
+    for name, of in stored.items():  # torch's function knows the names of parameters alone, and adds to these what wrappers add
+        parts = {each: weights[of_state] for each, of_state in of.names.items() if of_state in weights}
+        if len(parts) == len(of.names):
+            weights = {key: value for key, value in weights.items() if key not in of.names.values()}
+            weights[name] = of.module.as_stored(of.leaf, parts)
+    state_dict.set_model_state_dict(model, weights)
     if optimizer is not None:
         kept = {name: {key: local(name, value) for key, value in values.items()} for name, values in state["optimizer"]["state"].items()}
-        loaded: dict[str, Any] = {**state["optimizer"], "state": kept}
+        loaded = _as_stored({**state["optimizer"], "state": kept}, stored)
         state_dict.set_optimizer_state_dict(model, optimizer, loaded)

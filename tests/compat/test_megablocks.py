@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import gbmoe
 from gbmoe import Float8BlockScaling
 from gbmoe.compat import grouped_gemm
 from gbmoe.compat.megablocks import register
@@ -26,6 +27,7 @@ from gbmoe.testing import accuracy, exact_inputs
 from tests import rank_groups
 from tests.compat import MEGABLOCKS_NEEDS_A_GPU, in_a_fresh_process, skip_where_megablocks_needs_a_gpu
 from tests.conftest import assert_as_accurate_as, dtype_id
+from tests.test_weight_layout import LAYOUTS, ids
 
 if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("stk") is None:
     pytest.skip("MegaBlocks is not installed: python -m gbmoe install-megablocks", allow_module_level=True)
@@ -172,6 +174,20 @@ def test_state_dicts_go_both_ways(mlp_type, other, shared_expert):
         layer, _ = make(target, seed=100, **fields)
         layer.load_state_dict(state, strict=True)
         assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+def test_state_dicts_of_a_layer_that_stores_another_layout_go_both_ways(mlp_type, layout):
+    """gbmoe's own layer, and MegaBlocks'."""
+    if layout.is_combined and mlp_type == "mlp":
+        return  # refused
+    theirs, _ = make("grouped", seed=1, mlp_type=mlp_type)
+    own = gbmoe.dMoE(gbmoe.Arguments(**SIZES, mlp_type=mlp_type, fp16=False, device="cpu", weight_layout=layout))
+    own.load_state_dict(theirs.state_dict(), strict=True)
+    back, _ = make("grouped", seed=100, mlp_type=mlp_type)
+    back.load_state_dict(own.state_dict(), strict=True)
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
 def test_a_seed_gives_the_parameters_of_grouped():

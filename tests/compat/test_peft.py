@@ -9,6 +9,7 @@ import gbmoe
 from gbmoe.compat import _peft_factors, transformers as adapter
 from gbmoe.testing import accuracy
 from tests.conftest import assert_as_accurate_as
+from tests.test_weight_layout import LAYOUTS, ids
 
 peft = pytest.importorskip("peft", reason="needs PEFT")
 pytest.importorskip("transformers", minversion="5.8", reason="needs transformers 5.8 or newer")
@@ -241,18 +242,21 @@ def test_register_imports_no_peft(monkeypatch):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, stacked):
+    def __init__(self, stacked, layout=None):
         super().__init__()
         torch.manual_seed(0)
         self.moe = gbmoe.dMoE(gbmoe.Arguments(hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu",
-                                              bias=False, fp16=False, device="cpu", one_matrix_per_expert=stacked))
+                                              bias=False, fp16=False, device="cpu", one_matrix_per_expert=stacked,
+                                              weight_layout=layout))
 
     def forward(self, x):
         return self.moe(x)
 
 
-def of_own_layer(stacked):
-    model = peft.get_peft_model(Model(stacked), peft.LoraConfig(r=4, target_parameters=["mlp.w1", "mlp.w2", "mlp.v1"]))
+def of_own_layer(stacked, layout=None):
+    own = Model(stacked, layout)
+    targets = [name.partition(".experts.")[2] for name, _ in own.named_parameters() if ".experts." in name]
+    model = peft.get_peft_model(own, peft.LoraConfig(r=4, target_parameters=targets))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -271,6 +275,23 @@ def test_one_matrix_per_expert_has_factors_for_each_expert(with_register, change
     found.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if "lora_" in name}
     assert len(gradients) == 6 and all(bool(grad.any()) for grad in gradients.values())
+    assert torch.allclose(model.merge_and_unload()(x), found, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+@pytest.mark.parametrize("with_register", [True, False])
+def test_a_layer_of_any_layout_has_factors_for_each_expert(with_register, layout, changed_weights, request):
+    """They are of the parameters as they are stored, gate and up as one matrix where these are one tensor."""
+    if not with_register:
+        request.getfixturevalue("unregistered")
+    model, x = of_own_layer(False, layout), torch.randn(3, 5, 16)
+    found, count = model(x), 2 if layout.is_combined else 3
+    assert len(changed_weights) == (0 if with_register else count)
+    with model.disable_adapter():
+        assert not torch.allclose(model(x), found)
+    found.sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "lora_" in name}
+    assert len(gradients) == 2 * count and all(bool(grad.any()) for grad in gradients.values())
     assert torch.allclose(model.merge_and_unload()(x), found, atol=1e-5)
 
 

@@ -36,7 +36,7 @@ def test_defaults_are_megablocks():
                                         "moe_router_group_best", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
                                         "moe_router_bias_update_rate", "moe_router_linear_bias", "moe_router_dtype",
                                         "moe_router_load_balancing_type", "batch_first", "moe_expert_linear_bias",
-                                        "moe_apply_probs_on_input"}
+                                        "moe_apply_probs_on_input", "weight_layout"}
     assert args.mlp_impl == "gbmoe"
     assert args.activation_fn.func is torch.nn.functional.gelu and args.activation_fn.keywords == {"approximate": "tanh"}
     weight = torch.empty(400, 400)

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 
 import gbmoe
+from gbmoe import WeightLayout
 from gbmoe.layers import Arguments
 from gbmoe.testing import accuracy
 from tests.forked_python import spawn
+from tests.test_weight_layout import LAYOUTS, ids
 
 COMMON = dict(hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, bias=False, fp16=False, device="cpu")
 
@@ -43,7 +45,8 @@ def changed_by_hand(layer, adapters):
     return other
 
 
-@pytest.mark.parametrize("options", [{}, {"mlp_type": "mlp"}, {"one_matrix_per_expert": True}], ids=["glu", "mlp", "stacked"])
+@pytest.mark.parametrize("options", [{}, {"mlp_type": "mlp"}, {"one_matrix_per_expert": True}, {"weight_layout": WeightLayout()}],
+                         ids=["glu", "mlp", "stacked", "layout"])
 def test_an_adapter_is_a_change_of_the_weights(options):
     layer, x = make(**options), rows()
     before = layer(x)
@@ -193,6 +196,35 @@ def test_ways_that_compute_with_weights_alone_would_lose_adapters():
             call()
     gbmoe.set_adapters(layer, ())
     layer.experts.mlp.weights_EFH()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+def test_adapters_of_another_layout_were_refused(layout):
+    """Factors, results, gradients, states and merged weights are those of MegaBlocks' layout, whatever tensors have gate and up."""
+    plain, layer, x = make(), make(weight_layout=layout), rows()
+    found = []
+    for each in (plain, layer):
+        adapters = trained(each, "one"), trained(each, "two", seed=2, rank=3, targets=("v1", "w2"))
+        gbmoe.set_adapters(each, ["one", "two"])
+        out = each(x)
+        out.square().sum().backward()
+        assert all(p.grad is None for p in each.experts.mlp.own_weights())
+        found.append([out, *(p.grad for adapter in adapters for p in adapter.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert accuracy.relative_error(other, one) < 1e-12
+    assert gbmoe.adapter_state_dict(layer, "one").keys() == gbmoe.adapter_state_dict(plain, "one").keys()
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    before = {name: p.detach().clone() for name, p in layer.experts.mlp.named_parameters()}
+    for change in (gbmoe.merge_adapters, gbmoe.unmerge_adapters):
+        change(plain)
+        change(layer)
+        for (name, one), (_, other) in zip(plain.state_dict().items(), layer.state_dict().items(), strict=True):
+            assert accuracy.relative_error(other, one) < 1e-12, name
+        assert accuracy.relative_error(layer(x), found[0][0]) < 1e-12
+    assert all(accuracy.relative_error(p, before[name]) < 1e-12 for name, p in layer.experts.mlp.named_parameters())
+    gbmoe.remove_adapter(layer, "two")
+    gbmoe.remove_adapter(plain, "two")
+    layer.load_state_dict(plain.state_dict(), strict=True)
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_one_call_has_the_bits_of_three(device, case):
 
 def test_engines_that_decide_by_more_than_the_kind_are_not_recorded():
     x, router, of_experts = inputs(biases=True)
-    arguments = [x, *router.tensors, *of_experts.tensors, (*router[1:], *of_experts[1:4], True, False)]
+    arguments = [x, *router.tensors, *of_experts.tensors, (*router[1:], *of_experts[1:4], of_experts.layout, True, False)]
     results, program = recording.record(module._forward, list(arguments))  # the CPU's engine reads sizes
     assert program is None
     assert_same(results[0], module._forward(arguments)[0])

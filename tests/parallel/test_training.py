@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
 import gbmoe
+from gbmoe import WeightLayout
 from gbmoe.layers import Arguments
 from gbmoe.parallel import training
 from tests import rank_groups
@@ -32,12 +33,13 @@ MAX_NORM = 1e-3  # far below the gradients' norm
 @dataclass(frozen=True)
 class Case:
     """`wrapped` is "ddp", "fsdp" or nothing. The experts are spread over groups of `ranks` ranks, which all hold the same. `put` is done to
-    the experts first, see PUTS."""
+    the experts first, see PUTS. `layout` is that of the parameters."""
     wrapped: str
     experts: int = 8
     ranks: int = WORLD
     norm_type: float = 2.0
     put: str = ""
+    layout: WeightLayout | None = None
 
 
 class Adapter(torch.nn.Module):
@@ -103,8 +105,11 @@ PUTS = {
     "frozen": "w1 w2 v1",
 }
 
+GATE_FIRST, INTERLEAVED = WeightLayout("gate_first", down_transposed=True), WeightLayout("interleaved", True)
 TRAININGS = {
     "ddp, swapped": Case("ddp", put="swapped"),
+    "ddp, another layout": Case("ddp", layout=GATE_FIRST),
+    "fsdp, another layout": Case("fsdp", experts=2, layout=INTERLEAVED),
     "ddp over two groups, weight norm": Case("ddp", ranks=2, put="weight norm"),
     "ddp, old weight norm": Case("ddp", put="weight norm, old"),
     "fsdp, written to _parameters": Case("fsdp", put="written to _parameters"),
@@ -120,6 +125,9 @@ SAVES = {
     "four ranks": Case("fsdp", experts=4),
     "shards of experts": Case("ddp", experts=2),
     "swapped": Case("ddp", experts=4, put="swapped"),
+    "another layout": Case("ddp", experts=4, ranks=2, layout=GATE_FIRST),
+    "another layout, shards of experts": Case("fsdp", experts=2, layout=INTERLEAVED),
+    "one matrix an expert": Case("ddp", experts=4, layout=WeightLayout()),
     "weight norm": Case("ddp", experts=4, ranks=2, put="weight norm"),
     "pruned shards of experts": Case("ddp", experts=2, put="pruned"),
 }
@@ -138,7 +146,8 @@ class Block(torch.nn.Module):
 def make(case, device, seed=0, **parallel):
     """A model on one process, or with expert parallelism."""
     args = Arguments(hidden_size=HIDDEN, ffn_hidden_size=32, moe_num_experts=case.experts, moe_top_k=2, mlp_type="glu", bias=False,
-                     fp16=False, device=device, init_method=functools.partial(torch.nn.init.normal_, std=0.3), **parallel)
+                     fp16=False, device=device, init_method=functools.partial(torch.nn.init.normal_, std=0.3),
+                     weight_layout=case.layout, **parallel)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN, device=device), Block(args))
     put_into_experts(model[1].moe, case.put)
@@ -213,12 +222,13 @@ def save_and_load(case, device, groups, folder):
     mine = folder / f"{dist.get_rank() // case.ranks}"
     dcp.save(training.sharded_state_dict(model, optimizer), checkpoint_id=mine, process_group=groups.get(case.ranks))
     dist.barrier()
-    for ranks, wrapped in ((2, ""), (WORLD, "fsdp"), (WORLD, "ddp")):
-        model, optimizer = spread(dataclasses.replace(case, wrapped=wrapped, ranks=ranks), device, groups, seed=1)
+    resumed = [(ranks, wrapped, case.layout) for ranks, wrapped in ((2, ""), (WORLD, "fsdp"), (WORLD, "ddp"))]
+    for ranks, wrapped, layout in [*resumed, (WORLD, "ddp", None)] if case.layout else resumed:
+        model, optimizer = spread(dataclasses.replace(case, wrapped=wrapped, ranks=ranks, layout=layout), device, groups, seed=1)
         state = training.sharded_state_dict(model, optimizer)
         dcp.load(state, checkpoint_id=folder / "0", process_group=groups.get(ranks))
         training.load_sharded_state_dict(state, model, optimizer)
-        found[ranks, wrapped] = whole(model, optimizer)
+        found[ranks, wrapped, layout] = whole(model, optimizer)
     return found
 
 
@@ -400,13 +410,16 @@ def test_a_checkpoint_is_resumed_on_other_numbers_of_ranks(ran, name):
     assert len(moments) == len(parameters) and all(saved[key].abs().max() > 0 for key in moments)
     for result in results:
         assert_resumed(result["save", name], saved)
-    model = make(SAVES[name], device, seed=1)
-    optimizer = optimizer_of(model)
-    state = training.sharded_state_dict(model, optimizer)
-    dcp.load(state, checkpoint_id=folder / name / "0")
-    training.load_sharded_state_dict(state, model, optimizer)
-    alone = whole(model, optimizer)
-    assert alone.keys() == saved.keys() and all(torch.equal(alone[key], saved[key]) for key in saved)
+    for layout in {SAVES[name].layout, None} | ({INTERLEAVED} if SAVES[name].put == "" else set()):
+        model = make(dataclasses.replace(SAVES[name], layout=layout), device, seed=1)
+        optimizer = optimizer_of(model)
+        state = training.sharded_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=folder / name / "0")
+        training.load_sharded_state_dict(state, model, optimizer)
+        alone = whole(model, optimizer)
+        assert alone.keys() == saved.keys() and all(torch.equal(alone[key], saved[key]) for key in saved)
+        loss_of(model, inputs(1, 0, device))
+        optimizer.step()  # which would refuse moments of other shapes than the parameters'
 
 
 def test_parameters_stay_marked_where_others_take_their_place(ran):
