@@ -170,8 +170,9 @@ class WeightGradients:
         return of_a + of_rows <= of_w2
 
     def need_the_memory_of_rows(self, a_PF: torch.Tensor, experts: int) -> bool:
-        """Of gradients that are_large_for a: whether most is in use while those of w1 and v1 are made, w2's rows among it. They read dh, dg
-        and x. False where that would be less than a tenth of w2, for which it does not pay to gather rows twice."""
+        """Of gradients that are_large_for a: whether w2's rows, if they are kept, make the moment of gate's and up's gradients (dh, dg, a,
+        these rows, those of x, and two gradients) need more memory than that of w2's (a, these rows, three gradients). False where it is
+        less than a tenth of w2 more, for which it does not pay to gather rows twice."""
         of_a, of_rows, of_w2 = self._elements(a_PF, experts)
         return 2 * of_a + of_rows > 1.1 * of_w2
 

@@ -227,7 +227,7 @@ class Hopper(OwnKernels):
         num_rows, columns = left_PF.shape
         config = _config(rows, columns)
         gathers = config.gather_weight_gradient or (
-            only and config.gather_only_weight_gradient and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), columns // 2))
+            only and config.gather_only_weight_gradient and gathering.rows_pay_for_gathering(num_rows, sizes_E.numel(), columns))
         if not gathers or (out_EFH is not None and lies_transposed(out_EFH) is None):
             return super().weight_gradient(left_PF, rows, sizes_E, out_EFH)
         return weight_gradient_gemm_gathered(
@@ -235,7 +235,7 @@ class Hopper(OwnKernels):
 
     def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
         num_rows, ffn = left_PF.shape
-        return _config(rows, ffn).gather_two_weight_gradients and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn)
+        return _config(rows, ffn).gather_two_weight_gradients and gathering.rows_pay_for_gathering(num_rows, sizes_E.numel(), ffn)
 
     def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E, out_EFH, out2_EFH):
         along_f = lies_transposed(out_EFH)

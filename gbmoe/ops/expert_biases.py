@@ -31,9 +31,11 @@ def gradients_of_up(experts: Engine, dh_PF: torch.Tensor, dg_PF: torch.Tensor | 
 
 def gradients_of_down(experts: Engine, dz: GatheredRows, bias_EH: torch.Tensor, weights_TK: torch.Tensor | None, sizes_E: torch.Tensor,
                       wanted: Gradients, to: WeightGradients, dweights_TK: torch.Tensor | None) -> torch.Tensor | None:
-    """Leave w2_bias's gradient in `to` if it is wanted. Returns dweights [T,K], where the router's are wanted with <bias[e], dz[row]> added
-    for each slot that has a row; it may be written."""
+    """Leave w2_bias's gradient in `to` if it is wanted. Returns dweights [T,K]; if the router's gradient is wanted, <bias[e], dz[row]> has
+    been added for each slot that has a row, perhaps in place."""
     adds_to, weights_PB = dweights_TK if wanted.weights else None, None
+    if adds_to is None and not wanted.w2_bias:
+        return dweights_TK  # no row has to be gathered for it
     if wanted.w2_bias:
         weights_PB = launch.weights_in_columns(dz.slots.slot_of_row_P, weights_TK, bias_EH.dtype, RANKS_OF_BIAS)
     dots, gradient_EH = experts.bias_backward(dz, None if adds_to is None else bias_EH, sizes_E, weights_PB)

@@ -214,8 +214,9 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     - two [P,F], one [P,H] (two where an engine cannot accumulate into a product) and two weights' gradients;
     - one [P,F], one [P,H] and three weights' gradients, or two [P,F] and three weights' gradients where w1's and v1's are made in one GEMM
       that gathers, so that there is no [P,H] then. Where w1 and v1 are one parameter both gradients are there as soon as one is, and the
-      third moment has two [P,F]; or it is the larger of three [P,F], two [P,H] and two weights' gradients, and of what it has where they
-      are apart, if a [P,F] and a [P,H] take no more than a weight's gradient: then w2's is the last to be made.
+      third moment has two [P,F]; or it is the larger of three [P,F], two [P,H] (one where w2's rows are then gathered again) and two
+      weights' gradients, and of what it has where they are apart, if a [P,F] and a [P,H] take no more than a weight's gradient: then w2's
+      is the last to be made.
 
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
     moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two moments, and the [P,H] of the
@@ -244,7 +245,7 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = _down_backward(
         experts, weights, dz, w2, sizes_E, saved, weights_TK, activation, of_pairs)
     del w2
-    if wanted.w2 or wanted.w2_bias or weights.biases.w2 is not None:
+    if wanted.w2 or wanted.w2_bias or (wanted.weights and weights.biases.w2 is not None):
         dz = experts.rows_for_weights(dz)
     expert_biases.gradients_of_up(experts, dh_PF, dg_PF, sizes_E, wanted, gradients)
     if weights.biases.w2 is not None:

@@ -93,9 +93,10 @@ def weights_in_columns(slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | N
 
 def add_dots(dots_PR: torch.Tensor, slots: SlotMap, sizes_E: torch.Tensor, dweights_TK: torch.Tensor) -> torch.Tensor:
     """dweights with dots[r,0] added for each slot's row r, rounded once. A slot whose row lies after the last expert's has none."""
-    row_TK = slots.row_of_slot_TK.clamp(min=0).long()
-    has_row_TK = (slots.row_of_slot_TK >= 0) & (row_TK < sizes_E.sum())
-    return (dweights_TK + torch.where(has_row_TK, dots_PR[row_TK, 0], 0)).to(dweights_TK.dtype)
+    row_TK = slots.row_of_slot_TK.long()
+    has_row_TK = (row_TK >= 0) & (row_TK < sizes_E.sum()) & (row_TK < dots_PR.size(0))
+    dot_R = torch.nn.functional.pad(dots_PR[:, 0], (0, 1))  # the last is that of slots without a row
+    return (dweights_TK + dot_R[torch.where(has_row_TK, row_TK, -1)]).to(dweights_TK.dtype)
 
 
 def _dense(slots: SlotMap, *scalars, rows):

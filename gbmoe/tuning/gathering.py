@@ -24,8 +24,9 @@ _IN_UP_IN_PAIRS = 2048        # pairs of CTAs, which load rows by TMA (docs/note
 _IN_DOWN_BACKWARD = 256       # the GEMM then cannot fuse the activation's gradient
 _IN_WEIGHT_GRADIENT = 512     # two GEMMs read what one gather has written, and each is slower where it gathers
 _IN_TWO_GRADIENTS = 1024      # one GEMM for both, whose tiles always form pairs (docs/notes/gather-two-gradients.md)
-# A GEMM that gathers stores gradients in lines of 32 bytes; where groups have fewer rows, the stores take most of the time.
-_ROWS_FOR_TWO_GRADIENTS = 256
+# A GEMM that gathers stores gradients in lines of 32 bytes, unless weights lie transposed; where groups have fewer rows, the stores take
+# most of the time.
+_ROWS_FOR_GATHERED_GRADIENTS = 256
 # The GEMM hides the activation's gradient in sums of at least so many terms (docs/notes/activation-gradient-epilogue.md).
 _TERMS_THAT_HIDE_ACTIVATION = 1536
 _MOST_TOKEN_BYTES = 1 << 36   # single CTAs count the tokens' vectors of 16 bytes in 32 bits
@@ -42,8 +43,8 @@ class LayerConfig:
             tokens' gradients.
         gather_weight_gradient: the GEMMs of w1's and v1's gradients read their rows from the tokens.
         gather_only_weight_gradient: likewise, where no other GEMM reads these rows: of w1 without v1, or of pairs [2F]; see also
-            rows_pay_for_two.
-        gather_two_weight_gradients: of a GLU, one GEMM does so for both, rather than one each; see also rows_pay_for_two.
+            rows_pay_for_gathering.
+        gather_two_weight_gradients: of a GLU, one GEMM does so for both, rather than one each; see also rows_pay_for_gathering.
         fuse_activation_gradient: in the GEMM of the output's gradient with w2, warps next to the main loop compute the
             activation's gradient.
     """
@@ -62,10 +63,10 @@ def always_gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
     return ffn <= _IN_UP_BY_COPIES and activation in _ACTIVATIONS and known(token_bytes < _MOST_TOKEN_BYTES)
 
 
-def rows_pay_for_two(rows: int, groups: int, ffn: int) -> bool:
-    """Whether groups have enough rows for LayerConfig.gather_two_weight_gradients. They need none where the alternative is two
-    GEMMs that gather."""
-    return ffn <= _IN_WEIGHT_GRADIENT or rows >= _ROWS_FOR_TWO_GRADIENTS * groups
+def rows_pay_for_gathering(rows: int, groups: int, columns: int) -> bool:
+    """Whether groups have enough rows for LayerConfig.gather_two_weight_gradients, each of so many columns, and for
+    gather_only_weight_gradient. They need none up to the number of columns with which any gradient's GEMM gathers."""
+    return columns <= _IN_WEIGHT_GRADIENT or rows >= _ROWS_FOR_GATHERED_GRADIENTS * groups
 
 
 @functools.lru_cache(maxsize=1024)

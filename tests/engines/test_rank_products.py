@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from gbmoe import engines
+from gbmoe import engines, launch
 from gbmoe.engines import own_kernels
 from gbmoe.engines.base import GatheredRows
 from gbmoe.engines.gathered_scaled_rows import GatheredScaledRows
@@ -94,6 +94,39 @@ def test_products_of_one_pair_and_of_two(device, dtype, rank):  # noqa: F811
                 torch.ops.gbmoe_cuda.rank_product(a, None, 1, b, a2 if two else None, b2 if two else None, on_device, False, wide)
                 assert torch.equal(wide[:sum(sizes)].to(dtype), results[0][:sum(sizes)]) and bool(wide[sum(sizes):].isnan().all())
                 assert_as_accurate_as(wide[:sum(sizes)], baseline, exact, f"{len(sizes)} groups in float32")
+
+
+@pytest.mark.pairs
+@pytest.mark.memcheck
+@DTYPES
+@pytest.mark.parametrize("in_tokens", [False, True], ids=["rows", "tokens"])
+@pytest.mark.parametrize("wants", ["both", "dots"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_bias_goes_back_in_one_launch(device, dtype, in_tokens, wants, name, calls):  # noqa: F811
+    """<bias[e], row> in float32, and the sum of rows times their weights: as every other engine makes them, which rounds no dot either."""
+    engine, sizes, columns = engine_named(name, device), SIZES[device.type][0], LENGTHS[device.type][1]
+    count, rows_behind = sum(sizes), sum(sizes) + BEHIND
+    x_TN, slot_of_row, rows_PN = of_tokens(40, columns, rows_behind, dtype, device)
+    row_of_slot = torch.full((40, 2), -1, dtype=torch.int32, device=device)
+    slots = SlotMap(row_of_slot, slot_of_row)
+    wide = GatheredRows(x_TN, slots) if in_tokens else GatheredRows(None, slots, rows_PN)
+    bias_EN = drawn(len(sizes), columns, dtype=dtype, device=device, seed=9)
+    weights_TK = torch.rand(40, 2, generator=torch.Generator().manual_seed(7)).to(device)
+    weights_PB = launch.weights_in_columns(slot_of_row, weights_TK, dtype, 8) if wants == "both" else None
+    on_device = torch.tensor(sizes, device=device)
+    dots, gradient_EN = engine.bias_backward(wide, bias_EN, on_device, weights_PB)
+    assert dots.dtype == torch.float32 and calls == ["rank_product_and_gradients" if wants == "both" else "rank_product"]
+    exact = (bias_EN.double().repeat_interleave(on_device, 0) * rows_PN[:count].double()).sum(1)
+    baseline = (bias_EN.float().repeat_interleave(on_device, 0) * rows_PN[:count].float()).sum(1)
+    assert_as_accurate_as(dots[:count, 0], baseline, exact, "dots", factor=4.0)  # the order of the sums differs
+    if wants == "dots":
+        assert gradient_EN is None
+        return
+    live = (slot_of_row[:count] >= 0) & (slot_of_row[:count] < 80)
+    weight_P = torch.where(live, weights_TK.flatten()[slot_of_row[:count].clamp(0, 79).long()], 0)
+    exact, baseline = (torch.stack([(w[:, None].to(t) * part.to(t)).sum(0) for w, part in zip(
+        weight_P.split(sizes), rows_PN[:count].split(sizes))]) for t in (torch.float64, torch.float32))
+    assert_as_accurate_as(gradient_EN, baseline.to(dtype), exact, "gradient")
 
 
 def of_tokens(tokens, columns, rows, dtype, device):  # noqa: F811

@@ -8,6 +8,7 @@ import torch
 import gbmoe
 from gbmoe import launch
 from gbmoe.launch import availability
+from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, dtype_id
 
@@ -105,6 +106,17 @@ def test_dots_are_added_to_the_weights_of_rows_that_a_group_has(device, dtype, i
         expected[has_row] = (gradient[has_row] + dots[row_of_slot[has_row], 0]).to(dtype)
         got = launch.add_dots(dots, slots, sizes if int64 else sizes.int(), gradient)
         assert torch.equal(got, expected)
+
+
+def test_dots_of_no_rows_and_of_rows_out_of_range_raised_an_index_error(device):
+    gradient = torch.ones(1, 2, device=device)
+    for rows, row_of_slot, slot_of_row, sizes, expected in ((0, [-1, -1], [], [0], [1, 1]), (0, [0, 1], [], [2], [1, 1]),
+                                                            (2, [0, 7], [0, -1], [9], [3, 1])):
+        slots = SlotMap(torch.tensor([row_of_slot], dtype=torch.int32, device=device),
+                        torch.tensor(slot_of_row, dtype=torch.int32, device=device))
+        dots = torch.full((rows, 8), 2.0, device=device)
+        got = launch.add_dots(dots, slots, torch.tensor(sizes, device=device), gradient.clone())
+        assert got.tolist() == [expected]
 
 
 @pytest.mark.gpu

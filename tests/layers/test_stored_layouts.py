@@ -110,7 +110,8 @@ def test_another_layout_had_other_values_at_first(layout):
 @of_all
 @pytest.mark.parametrize("fields", [{}, {"moe_expert_linear_bias": True}, {"mlp_impl": "bmm"}, {"mlp_impl": "reference"},
                                     {"activation_fn": F.mish}, {"activation_fn": F.mish, "memory_optimized_mlp": True},
-                                    {"moe_apply_probs_on_input": True}, {"keep_gathered_rows": True}], ids=str)
+                                    {"moe_apply_probs_on_input": True}, {"keep_gathered_rows": True}],
+                         ids=lambda fields: ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in fields.items()))
 def test_results_and_gradients_are_those_of_megablocks_layout(layout, fields):
     plain, layer = fill(make(**fields)), fill(make(layout, **fields))
     assert_same_step(layer, plain, *data())

@@ -247,6 +247,19 @@ def test_gradients_of_biases_held_the_pre_activations(layout, monkeypatch):
     assert alive and not any(map(any, alive))
 
 
+def test_frozen_biases_had_rows_of_the_gradient_gathered(monkeypatch):
+    """Where neither the bias nor the router wants a gradient."""
+    leaves, chosen_TK, grad_TH = inputs(LAYOUTS[0], torch.device("cpu"))
+    plan = gbmoe.RoutingPlan.from_experts(chosen_TK, E, check="none")
+    own = {name: None if leaf is None else leaf.float() for name, leaf in leaves.items()}
+    asked = []
+    monkeypatch.setattr(Engine, "bias_backward", lambda self, *_: asked.append(self) or (None, None))
+    x = own["x"].requires_grad_()
+    gbmoe.expert_mlp(x, plan, own["w1"], own["w2"], own["v1"], weights_TK=own["weights"], w1_bias=own["w1_bias"],
+                     w2_bias=own["w2_bias"], v1_bias=own["v1_bias"]).backward(grad_TH.float())
+    assert not asked and bool(x.grad.isfinite().all())
+
+
 def test_frozen_biases_have_no_gradient_and_the_others_do(device):
     leaves, chosen_TK, grad_TH = inputs(LAYOUTS[0], device)
     plan = gbmoe.RoutingPlan.from_experts(chosen_TK, E, check="none")

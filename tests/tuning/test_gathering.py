@@ -33,8 +33,8 @@ def test_single_ctas_gather_no_rows_for_weights_along_f():
 
 
 @pytest.mark.parametrize("rows, groups, ffn, pay", [(32768, 128, 768, True), (32767, 128, 768, False), (512, 128, 512, True)])
-def test_rows_pay_for_two(rows, groups, ffn, pay):
-    assert gathering.rows_pay_for_two(rows, groups, ffn) == pay
+def test_rows_pay_for_gathering(rows, groups, ffn, pay):
+    assert gathering.rows_pay_for_gathering(rows, groups, ffn) == pay
 
 
 @pytest.mark.parametrize("token_bytes", [1 << 30, 1 << 36])
