@@ -9,7 +9,7 @@ from benchmarks.measurements.float8_layer import Float8LayerMeasurement
 from benchmarks.measurements.host_parts import HostPartsMeasurement
 from benchmarks.measurements.host_time import COMPUTATIONS, LINEAR, HostMeasurement
 from benchmarks.measurements.link import COMBINE, DISPATCH, LinkMeasurement
-from benchmarks.measurements.parallel_layer import ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
+from benchmarks.measurements.parallel_layer import LOANS, ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
 from benchmarks.measurements.plan_and_permutation import SKEWS, PermutationMeasurement
 from benchmarks.running.rank_processes import Ranks
 from gbmoe.cli.bench import rivals, suites
@@ -94,10 +94,11 @@ def _permute(choice: Choice) -> list[Measurement]:
 
 def _parallel(choice: Choice) -> list[Measurement]:
     measurements: list[Measurement] = []
-    ways = [*(("gbmoe", "auto", transport) for transport in (ONE_GPU, *TRANSPORTS)),
-            *((name, None, None) for name in rivals.of_kind("parallel", choice.rivals))]
+    by_rivals = [(name, None, None) for name in rivals.of_kind("parallel", choice.rivals)]
     cases = [(choice.case(case), routing) for case in moe_shapes.PARALLEL_CASES for routing in ("uniform", "skewed")]
     for case, routing in cases:
+        transports = (ONE_GPU, *TRANSPORTS, *((LOANS,) if routing == "skewed" else ()))  # with a balanced router nothing is lent
+        ways = [*(("gbmoe", "auto", transport) for transport in transports), *by_rivals]
         measurements += [ParallelLayerMeasurement(case, by, engine, routing, computation, transport=transport)
                          for computation in (FORWARD, TRAINING) for by, engine, transport in ways]
     return measurements + [LinkMeasurement(case, "gbmoe", None, routing, trip, transport=transport)

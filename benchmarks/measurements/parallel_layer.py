@@ -32,14 +32,15 @@ from gbmoe.parallel import peer_memory
 from gbmoe.testing import accuracy
 from gbmoe.testing.moe_shapes import MoeCase
 
-# How gbmoe's rows travel, as values of Arguments.expert_parallel_transport. ONE_GPU stands next to them: all experts on every GPU.
+# How gbmoe's rows travel, as values of Arguments.expert_parallel_transport. Next to them stand ONE_GPU, all experts on every GPU, and LOANS,
+# over mapped memory, where ranks with many rows lend up to a quarter of their experts.
 TRANSPORTS = ("auto", "peer_memory", "exchange")
-ONE_GPU = "one-gpu"
+ONE_GPU, LOANS = "one-gpu", "peer_memory-loans"
 
 
 @dataclass(frozen=True)
 class ParallelLayerMeasurement(LayerMeasurement):
-    """A layer on every rank: `transport` is ONE_GPU (every rank has all experts), one of TRANSPORTS, or None for a rival.
+    """A layer on every rank: `transport` is ONE_GPU (every rank has all experts), one of TRANSPORTS, LOANS, or None for a rival.
 
     Tokens and operations are those of one rank; the number of ranks is known only where it runs.
     """
@@ -122,10 +123,12 @@ class _Spread(_OneGpu):
         self.part = Part.of(self.case, dist.get_rank(), dist.get_world_size())
         weights, group = self.part.of_weights(self.inputs.weights), dist.group.WORLD
         if measurement.implementation == "gbmoe":
-            if measurement.transport == "peer_memory":
+            lends = measurement.transport == LOANS
+            transport, lent = ("peer_memory", max(weights.w1_EFH.size(0) // 4, 1)) if lends else (measurement.transport, 0)
+            if transport == "peer_memory":
                 refuse_peer_memory(self.case, weights.w1_EFH)
             return dropless_layer(self.case, weights, moe_expert_model_parallelism=True, expert_parallel_group=group,
-                                  expert_parallel_transport=measurement.transport)
+                                  expert_parallel_transport=transport, expert_parallel_loans=lent)
         rival = rivals.load(measurement.implementation)
         reason = rival.refuses(self.case, weights.w1_EFH.dtype)
         if reason is not None:
