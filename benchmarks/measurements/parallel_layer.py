@@ -32,8 +32,8 @@ from gbmoe.parallel import peer_memory
 from gbmoe.testing import accuracy
 from gbmoe.testing.moe_shapes import MoeCase
 
-# How gbmoe's rows travel, as values of Arguments.expert_parallel_transport. Next to them stand ONE_GPU, all experts on every GPU, and LOANS,
-# over mapped memory, where ranks with many rows lend up to a quarter of their experts.
+# How gbmoe's rows travel, as values of Arguments.expert_parallel_transport. Next to them stand ONE_GPU, all experts on every GPU, and
+# LOANS, over mapped memory, where ranks with many rows lend up to a quarter of their experts.
 TRANSPORTS = ("auto", "peer_memory", "exchange")
 ONE_GPU, LOANS = "one-gpu", "peer_memory-loans"
 

@@ -83,4 +83,4 @@ def test_eight_ranks_of_fsdp_train_as_one_process(ran):
 def test_a_checkpoint_of_two_ranks_is_resumed_on_eight(ran):
     for results in ran:
         test_training.assert_resumed(results["resumed"], ran[0]["resumed"]["saved"])
-    assert {key for results in ran for key in results["resumed"]} == {"saved", (2, ""), (8, "fsdp"), (8, "ddp")}
+    assert {key for results in ran for key in results["resumed"]} == {"saved", (2, "", None), (8, "fsdp", None), (8, "ddp", None)}
