@@ -375,18 +375,19 @@ def test_kept_rows_give_the_same_bits_with_one_gather_less(device, gathers, dtyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fields, number", [(dict(), 2), (dict(align=16), 3), (dict(activation="gelu"), 3), (dict(glu=False), 2),
+@pytest.mark.parametrize("fields, number", [(dict(), 2), (dict(align=16), 3), (dict(activation="gelu"), 3), (dict(glu=False), 3),
                                             (dict(keep_gathered_rows=True), 2), (dict(ffn=512), 1), (dict(ffn=512, align=16), 1),
-                                            (dict(ffn=2304), 3), (dict(glu=False, ffn=2304), 3)], ids=str)
+                                            (dict(ffn=2304), 3), (dict(tokens=800), 1), (dict(glu=False, tokens=800), 2),
+                                            (dict(glu=False, tokens=800, ffn=2304), 3)], ids=str)
 def test_how_often_hopper_gathers_ahead(gathers, fields, number):
     """Of three times: not before the first GEMM where CTAs form pairs and no row is padding, nor before two GEMMs of gradients for a small
-    F, nor before one up to F = 2,048."""
+    F; with 256 rows an expert neither before one of two gradients up to F = 1,024, and of one up to 2,048."""
     device = torch.device("cuda")
     reason = engines.ENGINES["hopper"].unavailable(device)
     if reason is not None:
         pytest.skip(f"hopper: {reason}")
-    of = dict(align=1, activation="silu", glu=True, ffn=768, keep_gathered_rows=False) | fields
-    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=600, hidden=1544, ffn=of["ffn"], glu=of["glu"])
+    of = dict(align=1, activation="silu", glu=True, ffn=768, tokens=600, keep_gathered_rows=False) | fields
+    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=of["tokens"], hidden=1544, ffn=of["ffn"], glu=of["glu"])
     run(tensors, ids, grad, of["activation"], engine="hopper", align=of["align"], keep_gathered_rows=of["keep_gathered_rows"])
     assert len(gathers) == number
 

@@ -139,7 +139,7 @@ class Kernels:
 
     def _compiled(self, function: str, dtype: int) -> ctypes.CDLL:
         library = self.folder / f"{function}_{dtype}.so"
-        options = ["-std=c++17", "-Og", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
+        options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
                    "-fno-extern-tls-init",  # the shared memory needs no initialisation
                    "-U_FORTIFY_SOURCE",     # longjmp leads to another stack
                    f"-DEMULATED_{function}", f"-DDTYPE={dtype}"]
