@@ -37,13 +37,17 @@ class Prepared(NamedTuple):
     Attributes:
         layer: the layer's number in the group, by which ranks tell whether they are in the same layer; 0 where nobody has counted.
         maps: whether all ranks can compute with rows that they pull from each other's memory; None where they have not asked.
+        device_type: of the memory that they asked about for `maps`; None where it cannot be mapped on the device on which the layer was
+            made, "meta" for example. They ask about that of another type of device at the first call with tokens there.
     """
 
     layer: int = 0
     maps: bool | None = None
+    device_type: str | None = None
 
 
 UNPREPARED = Prepared()
+
 
 def prepare(args: Arguments) -> Prepared:
     """Compare the ranks' arguments and make the process groups of nodes. A layer calls it at construction; collective over the group.
@@ -66,20 +70,33 @@ def prepare(args: Arguments) -> Prepared:
     require_same_activation(args)
     maps = _all_map(args)
     pass_agreement.make_anchor(torch.device(args.device))
-    return Prepared(pass_agreement.next_layer(args.expert_parallel_group), maps)
+    device_type = torch.device(args.device).type
+    return Prepared(pass_agreement.next_layer(args.expert_parallel_group), maps, device_type if device_type in peer_memory.MAPPERS else None)
 
 
 def _all_map(args: Arguments) -> bool:
-    """Whether the ranks' implementations and activations can all compute with pulled rows, and their memory can be mapped. Collective."""
-    transport, group = args.expert_parallel.transport, args.expert_parallel_group
+    """Whether the ranks' implementations and activations can all compute with pulled rows, and their memory can be mapped, if there is any
+    on the device where the layer is made. Collective."""
+    transport, group, device = args.expert_parallel.transport, args.expert_parallel_group, torch.device(args.device)
     never = transport == "exchange" or _why_exchange(args, placement(args)) is not None
-    if never or peer_memory.unavailable(group, torch.device(args.device)) is not None:
+    if never or (device.type in peer_memory.MAPPERS and peer_memory.unavailable(group, device) is not None):
         return transport == "peer_memory"  # the first call says why it cannot be
     mine = args.mlp_impl == "gbmoe" and activation_name(args.activation_fn) is not None
     alike = agreement.of_all_ranks_unless_alike(mine, group, "choosing a transport") is None
     require((mine and alike) or transport == "auto", "Arguments", "expert_parallel_transport",
             "'auto' or 'exchange' where a rank has another mlp_impl, or an activation without a kernel", repr(transport))
     return mine and alike
+
+
+def _for_tokens_on(device: torch.device, prepared: Prepared, args: Arguments, where: Placement) -> Prepared:
+    """What construction would have found out if the layer had been made where its tokens are. Collective at the first call with tokens
+    on another type of device."""
+    if not prepared.maps or device.type == prepared.device_type or expert_parallel_options.of(args).transport != "auto":
+        return prepared
+    if device.type not in peer_memory.MAPPERS:
+        return prepared._replace(maps=False)
+    unavailable = uncompiled.unavailable if torch.compiler.is_compiling() else peer_memory.unavailable
+    return prepared._replace(maps=unavailable(where.group, device) is None)
 
 
 def placement(args: Arguments) -> Placement:
@@ -163,6 +180,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
     x_TH = x_TH.to(computed_dtype(x_TH))  # in which rows travel
+    prepared = _for_tokens_on(x_TH.device, prepared, args, where)
     if maps_memory(experts, x_TH, weights_TK, args, where, prepared):
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E if counts else None
         return _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, prepared.layer), counts_E

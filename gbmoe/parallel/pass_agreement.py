@@ -285,4 +285,7 @@ def joined(x: torch.Tensor, needed: bool) -> torch.Tensor:
         return x
     if not torch.compiler.is_compiling():
         make_anchor(x.device)
+    elif (x.device.type, x.device.index) not in _ANCHORS:  # of a layer that was made on another device
+        from gbmoe.parallel import uncompiled
+        uncompiled.make_anchor(x.device)
     return _Joined.apply(x, _ANCHORS[x.device.type, x.device.index])

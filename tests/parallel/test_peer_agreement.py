@@ -213,6 +213,56 @@ def weights_that_hooks_compute_are_exchanged_by_all_ranks(rank):
     compare((*got[:3], {}), expected(rank))
 
 
+def made_elsewhere(on, **changes):
+    """make()'s layer, which was made on another type of device."""
+    layer = make(device=on, **changes).to_empty(device=device())
+    layer.load_state_dict(make(**changes).state_dict())
+    return layer
+
+
+@case
+def a_layer_made_on_the_meta_device_exchanged_its_rows(rank):
+    for transport in ("auto", "peer_memory"):
+        peer_memory.release()
+        layer = made_elsewhere("meta", expert_parallel_transport=transport)
+        for _ in range(2):
+            compare(step(layer, rank), expected(rank))
+            assert maps_memory()
+    peer_memory.release()
+    compare(step(made_elsewhere("meta", expert_parallel_transport="exchange"), rank), expected(rank))
+    assert not maps_memory()
+
+
+@case
+def a_layer_made_on_the_meta_device_is_compiled_on_one_rank(rank):
+    peer_memory.release()
+    layer = made_elsewhere("meta")
+    graph = torch.compile(layer, backend="aot_eager") if rank == 0 else layer
+    for x_needs in (True, rank != 0):
+        compare(step(graph, rank, x_needs=x_needs), expected(rank))
+    assert maps_memory()
+    torch.compiler.reset()
+
+
+@case
+def ranks_whose_rows_cannot_be_pulled_after_a_layer_was_moved(rank):
+    peer_memory.release()
+    layer = made_elsewhere("meta")
+    torch.nn.utils.prune.identity(layer.mlp, "w2")
+    got = step(layer, rank)
+    compare((*got[:3], {}), expected(rank))
+    layer = made_elsewhere("meta", mlp_impl="bmm" if rank == 0 else "gbmoe")
+    compare(step(layer, rank), expected(rank))
+
+
+@of_gpus
+def a_layer_moved_from_cpus_exchanged_its_rows(rank):
+    peer_memory.release()
+    layer = made_elsewhere("cpu")
+    compare(step(layer, rank), expected(rank))
+    assert maps_memory()
+
+
 @case
 def rows_and_weights_kept_on_some_ranks(rank):
     layer = make(keep_gathered_rows=rank == 0)
