@@ -70,8 +70,8 @@ def prepare(args: Arguments) -> Prepared:
     require_same_activation(args)
     maps = _all_map(args)
     pass_agreement.make_anchor(torch.device(args.device))
-    device_type = torch.device(args.device).type
-    return Prepared(pass_agreement.next_layer(args.expert_parallel_group), maps, device_type if device_type in peer_memory.MAPPERS else None)
+    layer, device_type = pass_agreement.next_layer(args.expert_parallel_group), torch.device(args.device).type
+    return Prepared(layer, maps, device_type if device_type in peer_memory.MAPPERS else None)
 
 
 def _all_map(args: Arguments) -> bool:

@@ -14,8 +14,8 @@ from gbmoe.parallel.peer_experts import peer_experts as _peer_experts  # its own
 _MADE_OF: dict[str, tuple[Any, str]] = {
     "peer_experts": (_peer_experts, "graphs hold no reads of other ranks' memory; expert_parallel_transport='exchange' can be compiled as"
                                     " one graph"),
-    "unavailable": (peer_memory.unavailable, "ranks ask whether they can map each other's memory, of a layer that was made on another type of"
-                                             " device; expert_parallel_transport='exchange' can be compiled as one graph"),
+    "unavailable": (peer_memory.unavailable, "ranks ask whether they can map each other's memory, of a layer that was made on another type"
+                                             " of device; expert_parallel_transport='exchange' can be compiled as one graph"),
     "make_anchor": (pass_agreement.make_anchor, "a compiler makes no new tensor that requires a gradient"),
     "agree_to_exchange": (peer_memory.agree_to_exchange, "the hosts of ranks that map each other's memory meet"),
     "exact_experts_by_exchange": (exact_exchange.exact_experts_by_exchange,
