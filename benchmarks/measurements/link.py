@@ -150,7 +150,7 @@ class _PeerMemory(_Trip):
 
     def check(self, outputs):
         if self.computation == COMBINE:
-            return self._sums(outputs, torch.full_like(self.ids_TK[:, 0], self.case.top_k * self.spread.shards))
+            return self._sums(outputs, torch.full_like(self.ids_TK[:, 0], self.case.top_k * self.where.shards))
         slot_P, tokens = self.arrived.slots.slot_of_row_P.long(), self.arrived.regions.layout.tokens
         in_use_P = slot_P >= 0
         token_P = slot_P[in_use_P] // self.case.top_k
