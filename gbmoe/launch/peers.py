@@ -5,7 +5,7 @@ None of these functions waits for another rank: the caller puts a barrier betwee
 ranks have one numbering, rank * C + index.
 
 Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
-token, H hidden, P rows of this rank, Z shards of an expert, N numbers of a header.
+token, H hidden, P rows of this rank, Z shards of an expert, N numbers of a header, A experts of all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe.plain import plain_permute, plain_plan
+from gbmoe.plain import plain_loans, plain_permute, plain_plan
 from gbmoe.slot_map import SlotMap
 
 HEADER_NUMBERS = 4  # N
@@ -72,6 +72,31 @@ def collect_slots(ids: PeerRegion, weights: PeerRegion | None, headers: PeerRegi
     each_WN = torch.stack(list(headers.of_rank))
     if not only_differing or bool((each_WN[:, DIGEST] != each_WN[0, DIGEST]).any()):
         headers_WN.copy_(each_WN)
+
+
+def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: int, experts_per_rank: int, most: int, price: int,
+                 rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decide which experts ranks lend each other, from the slots that each rank's tokens have of each expert: the same on all ranks.
+
+    Args:
+        ids_SK: int32 ids among the experts of all ranks, or -1. They become those of this rank's own and then borrowed experts, and -1
+            where another rank computes the slot.
+        weights_SK: float32 router weights, which become 0 there, or None.
+        most: a rank lends at most so many experts, and borrows at most so many.
+        price: the rows that a loan costs both of its ranks.
+
+    Returns:
+        The rank that computes the slots that each rank's tokens have of each expert, int32 [W,A], and the number of loans, int32 [1].
+    """
+    if ids_SK.device.type != "cuda":
+        ranks_WA, number = plain_loans.lend_experts(ids_SK, weights_SK, ranks, experts_per_rank, most, price, rank)
+        return ranks_WA, ranks_WA.new_tensor([number])
+    counts_WA, ranks_WA, local_WA = ids_SK.new_empty(3, ranks, ranks * experts_per_rank).unbind(0)
+    borrowers_A = torch.empty(ranks * experts_per_rank, dtype=torch.int64, device=ids_SK.device)
+    number_1 = ids_SK.new_empty(1)
+    torch.ops.gbmoe_cuda.lend_experts(experts_per_rank, most, price, rank, ids_SK, weights_SK, counts_WA, borrowers_A, ranks_WA, local_WA,
+                                      number_1)
+    return ranks_WA, number_1
 
 
 def pull_rows(x: PeerRegion, rank: int, row_of_slot_SK: torch.Tensor, out_PH: torch.Tensor) -> None:

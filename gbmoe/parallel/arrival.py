@@ -4,8 +4,8 @@ With its ids each rank publishes a header, [its tokens, the digest of what must 
 waits for the number of rows, it has the headers of all ranks then. Where it does not wait, the device compares the digests, and a later
 pass reports what it found.
 
-Where experts may be lent (loans.py), the host also has the slots that each rank's tokens have of each expert then. If it decides for loans,
-ranks that lend or borrow make their plan anew, with the borrowed experts after their own, and know its number of rows from these.
+Where experts may be lent, the device decides which are before it makes the plan. That has room for as many borrowed experts as there may
+be after this rank's own. The host learns what was decided with the number of rows.
 
 Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
 token, E experts of this rank, A of all ranks, H hidden, P rows of this rank, N elements of a header, X elements of a row as it travels.
@@ -26,8 +26,8 @@ from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.launch import peers
 from gbmoe.parallel import loans, pass_agreement, region_rows
-from gbmoe.parallel.host_copy import HostCopy, to_device
-from gbmoe.parallel.lent_experts import Ledger, counts_of, ids_of_computing_ranks, local_ids
+from gbmoe.parallel.host_copy import HostCopy
+from gbmoe.parallel.lent_experts import Ledger, ids_of_computing_ranks
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.regions import Layout, Regions
@@ -125,6 +125,7 @@ class Arrival:
 
     Attributes:
         ids_TK: of this rank's tokens: after `finish`, where experts are lent, with those of the ranks that compute the slots.
+        decided: where experts may be lent, the event of the current stream after which they are.
     """
 
     def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, where: Placement, *,
@@ -135,8 +136,9 @@ class Arrival:
         self._ahead_PX: torch.Tensor | None = None
         self._windows: Windows | None = None
         self._divided_SK: torch.Tensor | None = None
-        self._numbers_on_host: torch.Tensor | None = None  # headers, offsets and counts, where the host waits for them
-        self._sizes_on_host: torch.Tensor | None = None  # of this rank's own and borrowed experts
+        self._numbers_on_host: torch.Tensor | None = None  # headers, offsets and loans, where the host waits for them
+        # Of this rank, own and borrowed: as many as there may be, until the host knows better.
+        self._experts = where.experts_per_rank + min(where.loans, where.experts - where.experts_per_rank)
         self._lent_LMFH = (where.loans, *expert_MFH) if where.loans else ()
         self._ledger: Ledger | None = None
         tokens, bounded = ids_TK.size(0), where.rows is not None
@@ -179,7 +181,8 @@ class Arrival:
         self._plan_rows(headers_WN)
         numbers = [headers_WN.flatten(), self._plan.offsets_E1]
         if where.loans:
-            numbers.append(counts_of(self._chosen_SK, memory.ranks, where.experts).flatten())
+            numbers += [self._loans_1, self._ranks_WA.flatten()]
+            self.decided = memory.stream().record_event()
         self._on_host = HostCopy(torch.cat(numbers))
         # The tokens are published while the headers travel to the host.
         if fits:
@@ -199,21 +202,15 @@ class Arrival:
         peers.collect_slots(of_ranks["ids"], of_ranks["weights"] if weighted else None, of_ranks["header"], first, experts, only_differing,
                             ids_SK, self._weights_SK, headers_WN)
         if where.loans:
-            self._chosen_SK, self._chosen_weights_SK = ids_SK, self._weights_SK
-            local_SK = ids_SK - where.first_expert
-            ids_SK = self._kept(torch.where((local_SK >= 0) & (local_SK < where.experts_per_rank), local_SK, -1))
+            price = loans.price_in_rows(math.prod(self._lent_LMFH[1:]), self._x_TH.element_size(), self._x_TH.device.type)
+            self._ranks_WA, self._loans_1 = peers.lend_experts(
+                ids_SK, self._weights_SK, layout.ranks, where.experts_per_rank, where.loans, price, self._memory.rank)
         if where.rows is not None:
             room = self._together(math.ceil(where.rows * layout.tokens * layout.top_k * where.shards))
             self._windows = Windows.of(room, ids_SK.size(0), layout.top_k, where.experts_per_rank)
             if self._windows is not None:
                 ids_SK = self._divided_SK = self._windows.divided(ids_SK, layout.ranks)
-        self._plan = RoutingPlan.from_experts(ids_SK, where.experts_per_rank, check="none")
-
-    def _kept(self, local_SK: torch.Tensor) -> torch.Tensor:
-        """The ids that this rank computes, of which the others are -1; router weights are of those slots alone."""
-        weights_SK = self._chosen_weights_SK
-        self._weights_SK = None if weights_SK is None else torch.where(local_SK >= 0, weights_SK, 0.0)
-        return local_SK
+        self._plan = RoutingPlan.from_experts(ids_SK, self._experts, check="none")
 
     def finish(self) -> Arrived:
         """Return the rows that all ranks' tokens have here.
@@ -233,7 +230,7 @@ class Arrival:
             headers_WN, rows = self._numbers()
         self._tokens_W = [header[peers.TOKENS] for header in headers_WN]
         if self._where.loans:
-            rows = self._with_loans(rows)
+            self._read_loans()
         self._rows_here = rows
         needs = Joint.of_bits(functools.reduce(operator.or_, (header[peers.NEEDS] for header in headers_WN))).without_excess()
         slots = sum(self._tokens_W) * self.ids_TK.size(1)
@@ -248,35 +245,23 @@ class Arrival:
         N = peers.HEADER_NUMBERS
         self._numbers_on_host = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
         self._memory.board.check()  # before the header of a rank that has left the pass is read
-        numbers = self._numbers_on_host.tolist()
+        numbers = self._numbers_on_host[: N * self._memory.ranks + self._plan.num_experts + 1].tolist()
         headers_WN = [numbers[N * rank : N * rank + N] for rank in range(self._memory.ranks)]
         if any(header[peers.DIGEST] != headers_WN[0][peers.DIGEST] for header in headers_WN):
             self._memory.refuse()
-        return headers_WN, numbers[N * self._memory.ranks + self._where.experts_per_rank]
+        return headers_WN, numbers[-1]
 
-    def _with_loans(self, rows: int) -> int:
-        """This rank's rows once it is decided who computes them: of its own experts there were so many."""
+    def _read_loans(self) -> None:
+        """What the host has to know of the loans that the device has decided."""
         where, memory, numbers = self._where, self._memory, self._numbers_on_host
         assert numbers is not None
-        counts_WA = numbers[-memory.ranks * where.experts :].view(memory.ranks, where.experts)
-        elements = math.prod(self._lent_LMFH[1:])
-        price = loans.price_in_rows(elements, self._x_TH.element_size(), self._x_TH.device.type)
-        made = loans.choose(counts_WA.tolist(), where.experts_per_rank, where.loans, price)
-        if not made:
-            return rows
-        ledger = self._ledger = Ledger(tuple(made), memory.ranks, where.experts_per_rank)
-        ranks_WA = ledger.ranks_WA()
-        self.ids_TK = ids_of_computing_ranks(self.ids_TK, to_device(ranks_WA[memory.rank], self._x_TH.device), where.experts_per_rank)
-        return self._plan_anew(ledger, counts_WA) if ledger.changes(memory.rank) else rows
-
-    def _plan_anew(self, ledger: Ledger, counts_WA: torch.Tensor) -> int:
-        """Make the plan of this rank's own and borrowed experts, E + B of them. Returns its number of rows, which the host knows."""
-        rank = self._memory.rank
-        ids_SK = self._kept(local_ids(self._chosen_SK, to_device(ledger.local_WA(rank), self._x_TH.device)))
-        self._plan = RoutingPlan.from_experts(ids_SK, ledger.experts(rank), check="none")
-        sizes_E = (ledger.counts_E(rank, counts_WA) + self._plan.align - 1) // self._plan.align * self._plan.align
-        self._sizes_on_host, self._ahead_PX = sizes_E, None
-        return int(sizes_E.sum())
+        size = memory.ranks * where.experts
+        made = loans.read(int(numbers[-size - 1]), numbers[-size:].view(memory.ranks, where.experts), where.experts_per_rank)
+        self._experts = where.experts_per_rank
+        if made:
+            self._ledger = Ledger(tuple(made), memory.ranks, where.experts_per_rank)
+            self._experts += len(self._ledger.borrowed(memory.rank))
+            self.ids_TK = ids_of_computing_ranks(self.ids_TK, self._ranks_WA[memory.rank], where.experts_per_rank)
 
     def _bounded(self) -> Arrived:
         layout, windows = self._regions.layout, self._windows
@@ -294,9 +279,6 @@ class Arrival:
         if self._on_host is None:
             return None
         known, rows = self._memory.expected_rows, self._rows_here
-        if self._ledger is not None and self._ledger.changes(self._memory.rank):  # as it probably will in the next step
-            known[self._expectation] = 0
-            return None
         expected = max(rows, math.floor(known.get(self._expectation, 0) * (1 - _FEWER_ROWS)))
         known[self._expectation] = min(expected, math.ceil(rows * _MOST_TIMES))
         ahead_PX, self._ahead_PX = self._ahead_PX, None
@@ -307,13 +289,12 @@ class Arrival:
     def sizes_and_engine(self, engine: str, w1_EFH: torch.Tensor) -> tuple[torch.Tensor, Engine]:
         """The rows of each expert, those of borrowed ones last, on the host or on the device as `engine` wants them for these rows and
         such w1, and the engine of experts whose sizes are there; after `finish`."""
-        x_TH, rows, sizes_E = self._x_TH, self._slots.num_rows, self._plan.padded_counts_E
+        x_TH, rows, sizes_E = self._x_TH, self._slots.num_rows, self._plan.padded_counts_E[: self._experts]
         on_host, shape_EFH = x_TH.device.type == "cpu", (sizes_E.numel(), *w1_EFH.shape[1:])
         resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, shape_EFH, on_host)
         if resolved.needs_host_sizes and self._numbers_on_host is not None:
             first = self._memory.ranks * peers.HEADER_NUMBERS
-            own_E1, planned_E = self._numbers_on_host[first : first + self._where.experts_per_rank + 1], self._sizes_on_host
-            sizes_E = own_E1.diff().long() if planned_E is None else planned_E
+            sizes_E = self._numbers_on_host[first : first + self._experts + 1].diff().long()
             if not on_host:
                 resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, shape_EFH, True)
         assert resolved.engine is not None

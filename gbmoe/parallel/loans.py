@@ -1,22 +1,18 @@
-"""Which experts are lent for one step, so that ranks which map each other's memory have about as many rows to compute.
+"""The loans of a step, by which ranks that map each other's memory have about as many rows to compute: what one costs, and what the device
+has decided (gbmoe/plain/plain_loans.py says how).
 
-Where tokens choose some experts more than others, all ranks wait for the one with most rows. A loan moves the rows that some ranks' tokens
-have of one expert to a rank with less to do, the borrower, which computes them with a copy of the expert's weights (lent_experts.py).
-
-This is the decision alone: a pure function of numbers that all ranks have, in integers, so that all ranks decide alike, and a forward that
-activation checkpointing repeats decides the same.
-
-Shape suffixes: W ranks, E experts of all ranks.
+Shape suffixes: W ranks, A experts of all ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+
+import torch
 
 from gbmoe.parallel import automatic_chunks
+from gbmoe.plain.plain_loans import Loan
 
 # Of an expert's weights: how often their bytes cross a link for a loan, there and as gradients back, and how often memory reads or writes
 # them: a copy to mapped memory, one from it, and the sum with the owner's gradient.
@@ -24,14 +20,7 @@ _TIMES_OVER_LINKS, _TIMES_IN_MEMORY = 2, 7
 _PRODUCTS = 3  # of a row with each matrix, in forward and backward together
 
 
-class Loan(NamedTuple):
-    """The rank `borrower` computes the rows that the tokens of the ranks `sources` have of `expert`, instead of the rank that holds it."""
-
-    expert: int
-    borrower: int
-    sources: tuple[int, ...]
-
-
+@functools.lru_cache(maxsize=64)
 def price_in_rows(elements: int, itemsize: int, device_type: str) -> int:
     """The rows that a rank could compute in the time that a loan takes its lender or its borrower, by the speeds of automatic_chunks; 0 on
     a type of device for which there are none. The same on all ranks, whatever GPUs they have.
@@ -47,107 +36,18 @@ def price_in_rows(elements: int, itemsize: int, device_type: str) -> int:
     return math.ceil(loan * gpu.flops / (2 * _PRODUCTS * elements))
 
 
-def choose(counts_WE: Sequence[Sequence[int]], experts_per_rank: int, most: int, price: int = 0) -> list[Loan]:
-    """The loans of a step, by expert and borrower; none where none pays.
-
-    As long as that helps, the rank with most rows lends one of its experts to the rank with fewest that can take it. Of its experts that
-    one is lent by which fewest rows are left above the mean, for the tokens of whole ranks: the borrower's own first, whose rows then do
-    not travel, and others in rank order. The most rows of a rank, a loan's price included, never become more.
+def read(number: int, ranks_WA: torch.Tensor, experts_per_rank: int) -> list[Loan]:
+    """The loans by which each rank's slots of each expert are computed by these ranks, by expert and borrower; `number` of them.
 
     Args:
-        counts_WE: the slots that each rank's tokens have of each expert of all ranks.
+        number: 0 where the table need not be looked at, as in most steps.
+        ranks_WA: int32 on the CPU.
         experts_per_rank: rank r holds the experts from r * experts_per_rank on.
-        most: a rank lends at most so many experts, and borrows at most so many.
-        price: the rows that a loan costs both of its ranks.
     """
-    market = _Market(counts_WE, experts_per_rank, most, price)
-    while (offer := market.best_offer()) is not None:
-        market.agree(offer)
-    return [Loan(expert, borrower, tuple(sorted(sources))) for (expert, borrower), sources in sorted(market.copies.items())]
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """One step of `choose`: `rows` of these sources' tokens go to the borrower, and `cost` is added to both ranks' loads. `above` is what
-    both then compute above the mean, times W."""
-
-    expert: int
-    lender: int
-    borrower: int
-    sources: list[int]
-    rows: int
-    cost: int
-    above: int
-
-
-class _Market:
-    """All ranks' rows with the loans so far, and their loads, which are these with what loans cost; `copies` has the sources of each
-    (expert, borrower)."""
-
-    def __init__(self, counts_WE: Sequence[Sequence[int]], experts_per_rank: int, most: int, price: int):
-        self._counts_WE, self._each, self._most, self._price = counts_WE, experts_per_rank, most, price
-        self._ranks = len(counts_WE)
-        self._rows = [sum(sum(of_E[rank * experts_per_rank : (rank + 1) * experts_per_rank]) for of_E in counts_WE)
-                      for rank in range(self._ranks)]
-        self._loads, self._total = list(self._rows), sum(self._rows)
-        self._left_of: dict[int, list[int]] = {}  # the rows that an expert's own rank computes, by source; of experts that were asked for
-        self.copies: dict[tuple[int, int], list[int]] = {}
-
-    def best_offer(self) -> _Offer | None:
-        """The next loan, or None where the load of the rank with most cannot be lowered."""
-        loads = self._loads
-        lender = loads.index(max(loads))
-        for borrower in sorted(range(self._ranks), key=loads.__getitem__):
-            if loads[lender] - loads[borrower] <= self._price:  # as everywhere where experts are about equally popular
-                continue
-            offers = list(self._offers(lender, borrower))
-            if offers:
-                return min(offers, key=lambda offer: (offer.above, offer.borrower not in offer.sources, offer.expert))
-        return None
-
-    def agree(self, offer: _Offer) -> None:
-        lender, borrower = offer.lender, offer.borrower
-        for source in offer.sources:
-            self._left(offer.expert)[source] = 0
-        self._rows[lender] -= offer.rows
-        self._rows[borrower] += offer.rows
-        self._loads[lender] += offer.cost - offer.rows
-        self._loads[borrower] += offer.cost + offer.rows
-        self.copies.setdefault((offer.expert, borrower), []).extend(offer.sources)
-
-    def _left(self, expert: int) -> list[int]:
-        if expert not in self._left_of:
-            self._left_of[expert] = [of_E[expert] for of_E in self._counts_WE]
-        return self._left_of[expert]
-
-    def _above(self, one: int, other: int) -> int:
-        """What two ranks' rows are above the mean, times W."""
-        return max(one * self._ranks - self._total, 0) + max(other * self._ranks - self._total, 0)
-
-    def _offers(self, lender: int, borrower: int) -> Iterator[_Offer]:
-        """Those that lower the lender's load, to which the borrower's does not rise, and what both compute above the mean."""
-        there, here = self._loads[lender], self._loads[borrower]
-        above = self._above(self._rows[lender], self._rows[borrower])
-        borrows_more = sum(of == borrower for _, of in self.copies) < self._most
-        lent = {expert for expert, _ in self.copies if expert // self._each == lender}
-        for expert in range(lender * self._each, (lender + 1) * self._each):
-            has_copy = (expert, borrower) in self.copies
-            if not has_copy and not (borrows_more and (expert in lent or len(lent) < self._most)):
-                continue
-            cost = 0 if has_copy else self._price
-            sources, rows, left_above = self._taken(expert, lender, borrower)
-            if left_above < above and max(there - rows, here + rows) + cost < there:
-                yield _Offer(expert, lender, borrower, sources, rows, cost, left_above)
-
-    def _taken(self, expert: int, lender: int, borrower: int) -> tuple[list[int], int, int]:
-        """The sources whose rows of the expert level the two ranks' rows, the number of these rows, and what is left above the mean."""
-        there, here = self._rows[lender], self._rows[borrower]
-        sources, rows, above, left = [], 0, self._above(there, here), self._left(expert)
-        for source in (borrower, *range(borrower), *range(borrower + 1, self._ranks)):
-            if left[source]:
-                with_it = rows + left[source]
-                left_above = self._above(there - with_it, here + with_it)
-                if left_above < above:
-                    sources.append(source)
-                    rows, above = with_it, left_above
-        return sources, rows, above
+    if not number:
+        return []
+    owners_A = torch.arange(ranks_WA.size(1), dtype=torch.int32, device="cpu") // experts_per_rank
+    sources_of: dict[tuple[int, int], list[int]] = {}
+    for source, expert in (ranks_WA != owners_A).nonzero().tolist():
+        sources_of.setdefault((expert, int(ranks_WA[source, expert])), []).append(source)
+    return [Loan(expert, borrower, tuple(sources)) for (expert, borrower), sources in sorted(sources_of.items())]

@@ -4,7 +4,7 @@ A row crosses a link once for every rank that holds one of the token's experts. 
 to its own experts (arrival.py), and computes the experts' pass (gbmoe/ops/expert_forward_backward.py) over the transport of
 peer_transport.py.
 
-In a step in which ranks lend each other experts (loans.py), a rank's own E experts are followed by those that it has borrowed.
+In a step in which ranks lend each other experts (lent_experts.py), a rank's own E experts are followed by those that it has borrowed.
 
 Shape suffixes: T tokens of this rank, S tokens of all ranks, K slots a token, E experts of this rank, B experts that it has borrowed,
 M matrices of an expert, H hidden, F ffn hidden of this rank, P rows of this rank, X elements of a row as it travels.
@@ -109,7 +109,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
             arrived = arrival.finish()
             borrowed = None
             if arrived.ledger is not None:
-                borrowed = BorrowedWeights(memory, arrived.regions, arrived.ledger, of_experts)
+                borrowed = BorrowedWeights(memory, arrived.regions, arrived.ledger, of_experts, arrival.decided)
             ahead = arrival.rows_ahead()
             if ahead is None and arrived.windows is None:  # further windows come first
                 ahead = pull_rows(arrived.regions, "x", arrived.slots, x_TH, memory.rank, recipe)

@@ -35,10 +35,10 @@ class Popular(Layer):
 @contextlib.contextmanager
 def lending():
     """A loan costs nothing, as on a CPU. Gives a list, to which the loans of each forward are added."""
-    made, choose = [], loans.choose
+    made, read = [], loans.read
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loans, "price_in_rows", lambda *_: 0)
-        patch.setattr(loans, "choose", lambda *arguments: made.append(choose(*arguments)) or made[-1])
+        patch.setattr(loans, "read", lambda *arguments: made.append(read(*arguments)) or made[-1])
         yield made
 
 

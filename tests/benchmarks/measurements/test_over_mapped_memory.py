@@ -22,8 +22,8 @@ def measured(rank):
     """For each measurement whether this rank's results are right, and whether rows were pulled."""
     peer_memory.MAPPERS["cpu"] = lambda: mapped_files
     found = {}
-    measurements = {f"{transport} {computation}": ParallelLayerMeasurement(CASE, "gbmoe", "auto", "skewed", computation, transport=transport)
-                    for transport, computation in LAYERS}
+    measurements = {f"{by} {computation}": ParallelLayerMeasurement(CASE, "gbmoe", "auto", "skewed", computation, transport=by)
+                    for by, computation in LAYERS}
     measurements |= {f"{case.name} {trip}": LinkMeasurement(case, "gbmoe", None, "skewed", trip, transport="peer_memory")
                      for case, trip in TRIPS}
     for name, measurement in measurements.items():
