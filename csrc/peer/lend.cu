@@ -216,6 +216,16 @@ __global__ void __launch_bounds__(kThreads) number_slots_kernel(const int* __res
   if (weights_SK && local < 0) weights_SK[slot] = 0.f;
 }
 
+// Each id becomes that of the first expert of the rank that computes the slot.
+__global__ void __launch_bounds__(kThreads) ids_of_computing_ranks_kernel(const int64_t* __restrict__ ids_TK, int64_t slots,
+                                                                          const int* __restrict__ ranks_A, int experts, int each,
+                                                                          int64_t* __restrict__ out_TK) {
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (slot >= slots) return;
+  const int64_t id = ids_TK[slot];
+  out_TK[slot] = id >= 0 && id < experts ? static_cast<int64_t>(ranks_A[id]) * each : kNone;
+}
+
 }  // namespace
 
 // ids [S,K] int32 of all ranks' experts, weights float32 [S,K] -> the same of this rank's own and borrowed experts; ranks and local int32
@@ -242,8 +252,18 @@ void lend_experts(int64_t experts_per_rank, int64_t most, int64_t price, int64_t
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// ids int64 [T,K] of all ranks' experts, ranks int32 [A] that compute them -> out int64 [T,K], ids of experts that these ranks hold
+void ids_of_computing_ranks(Tensor ids, Tensor ranks, int64_t experts_per_rank, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
+  ids_of_computing_ranks_kernel<<<ctas_of(std::max<int64_t>(ids.numel(), 1)), kThreads, 0, current_stream(ids)>>>(
+      data<const int64_t>(ids), ids.numel(), data<const int>(ranks), static_cast<int>(ranks.numel()), static_cast<int>(experts_per_rank),
+      data<int64_t>(out));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 GBMOE_OPERATOR(lend_experts,
                "(int experts_per_rank, int most, int price, int rank, Tensor(a!) ids, Tensor(b!)? weights, Tensor(c!) counts, "
                "Tensor(d!) borrowers, Tensor(e!) ranks, Tensor(f!) local, Tensor(g!) made) -> ()");
+GBMOE_OPERATOR(ids_of_computing_ranks, "(Tensor ids, Tensor ranks, int experts_per_rank, Tensor(a!) out) -> ()");
 
 }  // namespace gbmoe

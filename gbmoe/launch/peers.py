@@ -99,6 +99,17 @@ def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: i
     return ranks_WA, number_1
 
 
+def ids_of_computing_ranks(ids_TK: torch.Tensor, ranks_A: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
+    """The ids of one rank's tokens, int64, contiguous, each replaced by that of an expert which the rank that computes the slot holds; -1
+    for an id of no expert. What looks from ids for ranks (sum_pushed_rows) then finds those that have pushed."""
+    if ids_TK.device.type == "cuda":
+        out_TK = torch.empty_like(ids_TK)
+        torch.ops.gbmoe_cuda.ids_of_computing_ranks(ids_TK, ranks_A, experts_per_rank, out_TK)
+        return out_TK
+    exists_TK = (ids_TK >= 0) & (ids_TK < ranks_A.size(0))
+    return torch.where(exists_TK, ranks_A.long()[ids_TK.clamp(0, ranks_A.size(0) - 1)] * experts_per_rank, -1)
+
+
 def pull_rows(x: PeerRegion, rank: int, row_of_slot_SK: torch.Tensor, out_PH: torch.Tensor) -> None:
     """Write each row of out whose token has a slot here: the token's row, read from its owner's memory. Others stay as they are."""
     if out_PH.device.type == "cuda":

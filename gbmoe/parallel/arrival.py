@@ -27,7 +27,7 @@ from gbmoe.float8 import Float8BlockScaling
 from gbmoe.launch import peers
 from gbmoe.parallel import loans, pass_agreement, region_rows
 from gbmoe.parallel.host_copy import HostCopy
-from gbmoe.parallel.lent_experts import Ledger, ids_of_computing_ranks
+from gbmoe.parallel.lent_experts import Ledger
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.regions import Layout, Regions
@@ -139,7 +139,7 @@ class Arrival:
         self._numbers_on_host: torch.Tensor | None = None  # headers, offsets and loans, where the host waits for them
         # Of this rank, own and borrowed: as many as there may be, until the host knows better.
         self._experts = where.experts_per_rank + min(where.loans, where.experts - where.experts_per_rank)
-        self._lent_LMFH = (where.loans, *expert_MFH) if where.loans else ()
+        self._lent_MLFH = (expert_MFH[0], where.loans, *expert_MFH[1:]) if where.loans else ()
         self._ledger: Ledger | None = None
         tokens, bounded = ids_TK.size(0), where.rows is not None
         # Layers that share a capacity. Where rows are bounded it does not grow after the first call, and shapes follow it.
@@ -147,7 +147,7 @@ class Arrival:
         self._layers = (*kind, "rows are bounded") if bounded else kind
         self._expectation = *self._layers, where.experts, where.experts_per_rank  # those of which as many rows are expected here
         self._records = records
-        path = _path(*kind, where.experts, weights_TK is not None, bounded, recipe and recipe.engine, self._lent_LMFH)
+        path = _path(*kind, where.experts, weights_TK is not None, bounded, recipe and recipe.engine, self._lent_MLFH)
         self._digest = memory.announce(layer, path, records)
         if bounded and not capturing(x_TH.device):
             memory.report.look()
@@ -162,7 +162,7 @@ class Arrival:
     def _begin(self) -> None:
         memory, where, (tokens, top_k), hidden = self._memory, self._where, self.ids_TK.shape, self._x_TH.size(1)
         layout = Layout(memory.capacity(self._layers), top_k, hidden, self._x_TH.dtype, memory.ranks, where.shards, where.exact,
-                        self._lent_LMFH)
+                        self._lent_MLFH)
         self._regions = memory.regions(layout)
         own, fits = self._regions.own, tokens <= layout.tokens
         ids_TK, weights = self.ids_TK if fits else self.ids_TK[:0], None
@@ -202,7 +202,7 @@ class Arrival:
         peers.collect_slots(of_ranks["ids"], of_ranks["weights"] if weighted else None, of_ranks["header"], first, experts, only_differing,
                             ids_SK, self._weights_SK, headers_WN)
         if where.loans:
-            price = loans.price_in_rows(math.prod(self._lent_LMFH[1:]), self._x_TH.element_size(), self._x_TH.device.type)
+            price = loans.price_in_rows(math.prod(self._lent_MLFH) // where.loans, self._x_TH.element_size(), self._x_TH.device.type)
             self._ranks_WA, self._loans_1 = peers.lend_experts(
                 ids_SK, self._weights_SK, layout.ranks, where.experts_per_rank, where.loans, price, self._memory.rank)
         if where.rows is not None:
@@ -261,7 +261,7 @@ class Arrival:
         if made:
             self._ledger = Ledger(tuple(made), memory.ranks, where.experts_per_rank)
             self._experts += len(self._ledger.borrowed(memory.rank))
-            self.ids_TK = ids_of_computing_ranks(self.ids_TK, self._ranks_WA[memory.rank], where.experts_per_rank)
+            self.ids_TK = peers.ids_of_computing_ranks(self.ids_TK, self._ranks_WA[memory.rank], where.experts_per_rank)
 
     def _bounded(self) -> Arrived:
         layout, windows = self._regions.layout, self._windows
@@ -321,9 +321,9 @@ class Arrival:
 
 @functools.lru_cache(maxsize=256)
 def _path(top_k: int, hidden: int, dtype: torch.dtype, shards: int, exact: bool, experts: int, weighted: bool, bounded: bool,
-          recipe: str | None, lent_LMFH: tuple[int, ...]) -> str:
+          recipe: str | None, lent_MLFH: tuple[int, ...]) -> str:
     """How rows travel, and in what form: equal on all ranks."""
     return (f"mapped memory of {hidden} x {dtype} a row{pass_agreement.quantised_by(recipe)} and {top_k} slots a token,"
             f" {'with' if weighted else 'without'} router weights,"
             f" {experts} experts in {shards} shards{', one row a slot' if exact else ''}{', rows bounded' if bounded else ''}"
-            f"{f', at most {lent_LMFH[0]} experts of {list(lent_LMFH[1:])} lent' if lent_LMFH else ''}")
+            f"{f', at most {lent_MLFH[1]} experts of {[lent_MLFH[0], *lent_MLFH[2:]]} lent' if lent_MLFH else ''}")

@@ -1,8 +1,10 @@
 """Experts that ranks have lent each other for a step: how weights and their gradients travel. plain_loans.py says which are lent.
 
-A lender copies the matrices of the experts that it lends to its own mapped memory, and each borrower copies them from there. To the
-experts' pass they are further experts of the borrower, after its own E. In backward a borrower writes its gradients of them to its own
-mapped memory, and the owner adds them to its own gradient, in the order of ranks, in float32, and rounds once.
+A lender copies the matrices of the experts that it lends to its own mapped memory, and each borrower copies them from there: one matrix
+of all these experts after the other, while the rows are pulled, and w2 while the first products run. To the experts' pass they are further
+experts of the borrower, after its own E. In backward a borrower writes its gradients of them to its own mapped memory, and the owner adds
+them to its own gradient, in the order of ranks, in float32, and rounds once. Each matrix but the last travels while the next one's gradient
+is computed.
 
 Shape suffixes: T tokens, K slots a token, W ranks, A experts of all ranks, E experts of this rank, B experts that it has borrowed, L
 experts that a rank may lend or borrow, M matrices of an expert, F ffn hidden, H hidden, P rows of this rank.
@@ -18,16 +20,15 @@ import torch
 
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.ops import separate_experts
+from gbmoe.ops.expert_forward_backward import Weights
 from gbmoe.parallel.peer_memory import PeerMemory
 from gbmoe.parallel.regions import Regions
 from gbmoe.plain.plain_loans import Loan
-from gbmoe.separate_weights import SeparateWeights, Stack
+from gbmoe.separate_weights import SeparateWeights
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients
 
-_NAMES = ("w1", "w2", "v1")  # in the order in which mapped memory has an expert's matrices
-
-
-# ------------------------------------------------------------------------------------------------------------------ slots
+_NAMES = ("w1", "w2", "v1")  # in the order in which mapped memory has the matrices
+_READ, _WRITTEN = ("w1", "v1", "w2"), ("w2", "v1", "w1")  # in which forward reads them, and in which backward makes their gradients
 
 
 @dataclass(frozen=True)
@@ -53,65 +54,93 @@ class Ledger:
         return sorted(loan.borrower for loan in self.loans if loan.expert == expert)
 
 
-def ids_of_computing_ranks(ids_TK: torch.Tensor, ranks_A: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
-    """The ids of one rank's tokens, each replaced by that of an expert which the rank that computes the slot holds; -1 for an id of no
-    expert. What looks from ids for ranks (peers.sum_pushed_rows) then finds those that have pushed."""
-    exists_TK = (ids_TK >= 0) & (ids_TK < ranks_A.size(0))
-    return torch.where(exists_TK, ranks_A[ids_TK.clamp(0, ranks_A.size(0) - 1)] * experts_per_rank, -1)
-
-
 # ---------------------------------------------------------------------------------------------------------------- weights
 
 
 class BorrowedWeights:
-    """The weights of the experts that this rank has borrowed, [B,M,F,H], once `wait` was called: copies that belong to it alone."""
+    """Lends this rank's experts, and borrows others'; collective, within a pass.
+
+    Args:
+        matrices: w1, w2 and v1 of this rank's own experts, [E,F,H] each.
+        decided: the event of the current stream after which weights may be lent. What came to the stream since, such as rows that are
+            pulled, is not waited for.
+
+    Attributes:
+        weights_MBFH: of the experts that this rank has borrowed, once `wait` was called: copies that belong to it alone. None if there are
+            no such experts.
+    """
 
     def __init__(self, memory: PeerMemory, regions: Regions, ledger: Ledger, matrices: Sequence[torch.Tensor | None], decided: Any):
-        """Lend and borrow; collective, within a pass.
-
-        Args:
-            matrices: w1, w2 and v1 of this rank's own experts, [E,F,H] each.
-            decided: the event of the current stream after which weights may be lent. What came to the stream since, such as rows that are
-                pulled, is not waited for.
-        """
-        self._memory, given = memory, [matrix for matrix in matrices if matrix is not None]
-        own_LMFH, borrowed = regions.own["lent"], ledger.borrowed(memory.rank)
+        self._memory, self._regions, self._ledger = memory, regions, ledger
+        self._came: dict[str, Any] = {}  # by the name of a matrix, the event after which it is here
+        of_names = dict(zip(_NAMES, matrices))
+        lent, borrowed = ledger.lent(memory.rank), ledger.borrowed(memory.rank)
         stream = memory.side_stream()
         stream.wait_event(decided)
         with memory.on(stream):
-            for lent_MFH, expert in zip(own_LMFH, ledger.lent(memory.rank)):
-                for lent_FH, matrix in zip(lent_MFH, given):
+            # Allocated on this stream, which may run ahead of what the current one still does in memory that was freed.
+            own_MLFH = regions.own["lent"]
+            weights_MBFH = own_MLFH.new_empty(own_MLFH.size(0), len(borrowed), *own_MLFH.shape[2:])
+            for name in _READ:
+                matrix, place = of_names[name], _NAMES.index(name)
+                if matrix is None:
+                    continue
+                for lent_FH, expert in zip(own_MLFH[place], lent):
                     lent_FH.copy_(matrix[expert % ledger.experts_per_rank])
-            memory.barrier(channel=1)
-            # By copy engines. Allocated on this stream, which may run ahead of what the current one still does in memory that was freed.
-            self._weights_BMFH = own_LMFH.new_empty(len(borrowed), *own_LMFH.shape[1:])
-            for weights_MFH, expert in zip(self._weights_BMFH, borrowed):
-                weights_MFH.copy_(_lent_by(regions, ledger, expert), non_blocking=True)
-            self._copied = stream.record_event()
+                memory.barrier(channel=1)
+                self._copy(weights_MBFH[place], place, borrowed)
+                self._came[name] = stream.record_event()
         if memory.device.type == "cuda":
-            self._weights_BMFH.record_stream(memory.stream())
+            weights_MBFH.record_stream(memory.stream())
+        self.weights_MBFH = weights_MBFH if borrowed else None
 
-    def wait(self) -> torch.Tensor | None:
-        """Let the current stream wait for what is lent and borrowed; None if nothing was borrowed here."""
-        self._memory.stream().wait_event(self._copied)
-        return self._weights_BMFH if self._weights_BMFH.size(0) else None
+    def _copy(self, weights_BFH: torch.Tensor, place: int, borrowed: list[int]) -> None:
+        """By copy engines: those that follow one another here and at their owner in one copy."""
+        for owner, first, here, number in _runs(self._ledger, borrowed):
+            lent_LFH = self._regions.peers["lent"].of_rank[owner][place]
+            weights_BFH[here : here + number].copy_(lent_LFH[first : first + number], non_blocking=True)
+
+    def wait(self, *names: str) -> None:
+        """Let the current stream wait for these of the matrices; for all of them, and for what is lent, without names."""
+        for name in names or self._came:
+            if name in self._came:
+                self._memory.stream().wait_event(self._came[name])
 
 
-def _lent_by(regions: Regions, ledger: Ledger, expert: int) -> torch.Tensor:
-    """The matrices [M,F,H] of an expert in the mapped memory of its owner."""
-    owner = ledger.owner(expert)
-    return regions.peers["lent"].of_rank[owner][ledger.lent(owner).index(expert)]
+def _runs(ledger: Ledger, borrowed: list[int]) -> list[tuple[int, int, int, int]]:
+    """(owner, place of the first among what it lends, place among what is borrowed, number of them) of borrowed experts that follow one
+    another in both."""
+    runs: list[tuple[int, int, int, int]] = []
+    for here, expert in enumerate(borrowed):
+        owner = ledger.owner(expert)
+        there = ledger.lent(owner).index(expert)
+        if runs and runs[-1][0] == owner and runs[-1][1] + runs[-1][3] == there:
+            runs[-1] = (*runs[-1][:3], runs[-1][3] + 1)
+        else:
+            runs.append((owner, there, here, 1))
+    return runs
 
 
-def with_borrowed(engine: Engine, matrices: Sequence[torch.Tensor | None], weights_BMFH: torch.Tensor) -> list[Stack | None]:
+class WeightsWithBorrowed(Weights):
     """w1, w2 and v1 [E+B,F,H] of this rank's own experts and those that it has borrowed: where they lie, if the engine reads lists of
-    matrices, and otherwise copies."""
-    lists = {name: (*matrix.unbind(0), *weights_BMFH[:, place].unbind(0))
-             for place, (name, matrix) in enumerate(zip(_NAMES, matrices)) if matrix is not None}
-    found: dict[str, Any] | None = separate_experts.in_place(lists, {}) if engine.reads_separate_weights else None
-    if found is None:
-        found = {name: torch.stack(of_name) for name, of_name in lists.items()}
-    return [found.get(name) for name in _NAMES]
+    matrices, and otherwise copies. In forward each waits for what is `borrowed` when it is asked for."""
+
+    def __init__(self, engine: Engine, matrices: Sequence[torch.Tensor | None], weights_MBFH: torch.Tensor,
+                 borrowed: BorrowedWeights | None = None):
+        self._borrowed = borrowed
+        lists = {name: (*matrix.unbind(0), *weights_MBFH[place].unbind(0))
+                 for place, (name, matrix) in enumerate(zip(_NAMES, matrices)) if matrix is not None}
+        found: dict[str, Any] | None = separate_experts.in_place(lists, {}) if engine.reads_separate_weights else None
+        if found is None:
+            if borrowed is not None:
+                borrowed.wait()
+            found = {name: torch.stack(of_name) for name, of_name in lists.items()}
+        super().__init__(found["w1"], found["w2"], found.get("v1"))
+
+    def forward(self, experts: Engine, name: str):
+        if self._borrowed is not None:
+            self._borrowed.wait(name)
+        return super().forward(experts, name)
 
 
 # -------------------------------------------------------------------------------------------------------------- gradients
@@ -127,12 +156,22 @@ class LentGradients(WeightGradients):
         self._memory, self._regions, self._ledger = memory, regions, ledger
         self._borrowed = len(ledger.borrowed(memory.rank))
         self.takes_two = not self._borrowed
+        self._to_fetch = [name for name in _WRITTEN[:-1] if name in self._like]
+        self._came: dict[str, list[torch.Tensor]] = {}  # what borrowers have computed, in the order of _lent, by the matrices' names
+        self._arrived: Any = None  # the event after which all of it is here
+        # This rank's experts that are lent, each with its borrowers and its place among what these have borrowed.
+        self._lent = [(expert % ledger.experts_per_rank, borrower, ledger.borrowed(borrower).index(expert))
+                      for expert in ledger.lent(memory.rank) for borrower in ledger.borrowers(expert)]
 
     def write(self, name: str, experts: Any, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, scale: float) -> None:
-        if not self._borrowed:
+        if self._borrowed:
+            self._write_with_borrowed(name, experts, left_PF, rows, sizes_E)
+        else:
             super().write(name, experts, left_PF, rows, sizes_E, scale)
-            return
-        own_EFH, mapped_BFH = self[name], self._regions.own["lent"][: self._borrowed, _NAMES.index(name)]
+        self._fetch(name)
+
+    def _write_with_borrowed(self, name: str, experts: Any, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor) -> None:
+        own_EFH, mapped_BFH = self[name], self._regions.own["lent"][_NAMES.index(name), : self._borrowed]
         # Not where their owners find them: mapped memory may lie too far from the rest for a table of both.
         borrowed_BFH = own_EFH.new_empty(mapped_BFH.shape)
         out = SeparateWeights((*own_EFH.unbind(0), *borrowed_BFH.unbind(0)))
@@ -144,19 +183,49 @@ class LentGradients(WeightGradients):
             borrowed_BFH = made[own_EFH.size(0):]
         mapped_BFH.copy_(borrowed_BFH)
 
+    def _fetch(self, name: str) -> None:
+        """Have copy engines bring what borrowers have computed of a matrix, while the current stream goes on. All ranks fetch the same
+        matrices in the same order, those that they do not need before the next one, or at last in `settle`."""
+        memory, stream = self._memory, self._memory.side_stream()
+        while name in self._to_fetch:
+            first = self._to_fetch.pop(0)
+            stream.wait_stream(memory.stream())
+            with memory.on(stream):
+                memory.barrier(channel=1)
+                shape, dtype, device = self._like[first]
+                parts_XFH = torch.empty(len(self._lent) if first in self._made else 0, *shape[1:], dtype=dtype, device=device)
+                for part_FH, (_, borrower, place) in zip(parts_XFH, self._lent):
+                    part_FH.copy_(self._mapped(first, borrower, place), non_blocking=True)
+                self._arrived = stream.record_event()
+            if memory.device.type == "cuda":
+                parts_XFH.record_stream(memory.stream())
+            self._came[first] = list(parts_XFH)
+
+    def _mapped(self, name: str, borrower: int, place: int) -> torch.Tensor:
+        return self._regions.peers["lent"].of_rank[borrower][_NAMES.index(name), place]
+
     def settle(self) -> None:
         """Add what borrowers have computed; collective, after all `write`. Until the pass's last barrier their memory is read."""
+        if self._to_fetch:
+            self._fetch(self._to_fetch[-1])
+        if self._arrived is not None:
+            self._memory.stream().wait_event(self._arrived)
         self._memory.barrier()
-        ledger = self._ledger
-        for expert in ledger.lent(self._memory.rank):
-            parts = [self._regions.peers["lent"].of_rank[borrower][ledger.borrowed(borrower).index(expert)]
-                     for borrower in ledger.borrowers(expert)]
-            for name, made_EFH in self._made.items():
-                made_FH, place = made_EFH[expert % ledger.experts_per_rank], _NAMES.index(name)
-                if len(parts) == 1:
-                    made_FH.add_(parts[0][place])  # it adds in float32 and rounds once
-                    continue
-                sum_FH = made_FH.float()
-                for part_MFH in parts:
-                    sum_FH = sum_FH + part_MFH[place]
-                made_FH.copy_(sum_FH)
+        for name, made_EFH in self._made.items():
+            parts = self._came.pop(name, None) or [self._mapped(name, borrower, place) for _, borrower, place in self._lent]
+            sums: dict[int, list[torch.Tensor]] = {}
+            for (expert, *_), part_FH in zip(self._lent, parts):
+                sums.setdefault(expert, []).append(part_FH)
+            for expert, parts_of_expert in sums.items():
+                _add(made_EFH[expert], parts_of_expert)
+
+
+def _add(sum_FH: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Add the parts in their order, in float32, and round once."""
+    if len(parts) == 1:
+        sum_FH.add_(parts[0])
+        return
+    exact_FH = sum_FH.float()
+    for part_FH in parts:
+        exact_FH = exact_FH + part_FH
+    sum_FH.copy_(exact_FH)

@@ -33,7 +33,7 @@ from gbmoe.ops.pass_weights import weights_of_pass
 from gbmoe.parallel import further_windows, pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
 from gbmoe.parallel.exchange import as_it_travels
-from gbmoe.parallel.lent_experts import BorrowedWeights, LentGradients, with_borrowed
+from gbmoe.parallel.lent_experts import BorrowedWeights, LentGradients, WeightsWithBorrowed
 from gbmoe.parallel.peer_memory import check_rows, of_group
 from gbmoe.parallel.peer_transport import PeerTransport
 from gbmoe.parallel.placement import Placement
@@ -165,16 +165,17 @@ class _Call:
     layout: WeightLayout
     sink: WeightGradientSink | None
 
-    def weights(self, parameters: Sequence[torch.Tensor | None], borrowed_BMFH: torch.Tensor | None, **of_pass) -> Weights:
+    def weights(self, parameters: Sequence[torch.Tensor | None], borrowed_MBFH: torch.Tensor | None,
+                borrowed: BorrowedWeights | None = None, **of_pass) -> Weights:
         """The weights of this call's pass, of the parameters w1, w2 and v1, and those of the experts that this rank has borrowed."""
-        if borrowed_BMFH is not None:
-            return Weights(*with_borrowed(self.experts, parameters, borrowed_BMFH))  # type: ignore[arg-type]
+        if borrowed_MBFH is not None:
+            return WeightsWithBorrowed(self.experts, parameters, borrowed_MBFH, borrowed)
         return weights_of_pass(self.layout.code, self.experts.name, parameters[0], self.matrices(parameters), (None,) * 3,  # type: ignore[arg-type]
                                **of_pass)
 
-    def products(self, x_TH: torch.Tensor, parameters: Sequence[torch.Tensor | None], borrowed_BMFH: torch.Tensor | None) -> Any:
+    def products(self, x_TH: torch.Tensor, parameters: Sequence[torch.Tensor | None], borrowed_MBFH: torch.Tensor | None) -> Any:
         """The engine as the pass calls it. Programs hold no lists of matrices."""
-        return in_programs(self.experts, x_TH, *parameters) if borrowed_BMFH is None else self.experts
+        return in_programs(self.experts, x_TH, *parameters) if borrowed_MBFH is None else self.experts
 
     def gradients(self, parameters: Sequence[torch.Tensor | None], arrived: Arrived) -> WeightGradients:
         """Where the pass writes the gradients of w1, w2 and v1."""
@@ -200,20 +201,22 @@ class _PeerExperts(torch.autograd.Function):
         transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, rows=rows.pop())
         rows_PX = transport.keep_rows() if call.keep_rows else None
         parameters = w1_EFH, w2_EFH, v1_EFH
-        borrowed_BMFH = None if borrowed is None else borrowed.wait()
-        weights = call.weights(parameters, borrowed_BMFH, keep=call.keep_weights)
-        experts = call.products(x_TH, parameters, borrowed_BMFH)
+        borrowed_MBFH = None if borrowed is None else borrowed.weights_MBFH
+        weights = call.weights(parameters, borrowed_MBFH, borrowed, keep=call.keep_weights)
+        experts = call.products(x_TH, parameters, borrowed_MBFH)
         if arrived.windows is not None:
             further_windows.forward(
                 arrived.windows, arrived.divided_SK, transport, experts, call.matrices(parameters), call.activation)
         out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, weights, sizes_E, call.activation, call.save)
+        if borrowed is not None:
+            borrowed.wait()
         if call.save:
             if arrived.needs.packed:
                 arrived = arrived.with_own_capacity()
             slots = arrived.slots
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, rows_PX, slots.row_of_slot_TK,
                                   slots.slot_of_row_P, sizes_E, arrived.weights_SK, arrived.divided_SK,
-                                  borrowed_BMFH, *(weights.kept.get(name) for name in _NAMES))
+                                  borrowed_MBFH, *(weights.kept.get(name) for name in _NAMES))
             ctx.call, ctx.layout, ctx.tokens_W, ctx.needs = call, arrived.regions.layout, arrived.tokens_W, arrived.needs
             ctx.windows, ctx.recipe, ctx.ledger = arrived.windows, arrived.recipe, arrived.ledger
         arrived.memory.end()  # what saves tensors may raise: torch.utils.checkpoint ends a repeated forward so
@@ -226,7 +229,7 @@ class _PeerExperts(torch.autograd.Function):
         saved = list(ctx.saved_tensors)  # before the pass: it may repeat forward
         x_TH, ids_TK, weights_TK = saved[:3]
         of_forward, rows_PX = Saved(*saved[6:8]), saved[8]
-        row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK, divided_SK, borrowed_BMFH = saved[9:15]
+        row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK, divided_SK, borrowed_MBFH = saved[9:15]
         parameters, kept = saved[3:6], {name: kept_Y for name, kept_Y in zip(_NAMES, saved[15:]) if kept_Y is not None}
         call, needs, own, windows = ctx.call, ctx.needs, ctx.needs_input_grad, ctx.windows
         matrices = None if windows is None else call.matrices(parameters)
@@ -237,13 +240,13 @@ class _PeerExperts(torch.autograd.Function):
             slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
             arrived = Arrived(memory, memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W, needs, windows, recipe=ctx.recipe,
                               ledger=ctx.ledger)
-            weights = call.weights(parameters, borrowed_BMFH, kept=kept)
-            experts = call.products(x_TH, parameters, borrowed_BMFH)
+            weights = call.weights(parameters, borrowed_MBFH, kept=kept)
+            experts = call.products(x_TH, parameters, borrowed_MBFH)
             own_v1 = own[2] if call.layout.is_combined and not weights.paired else own[4]
             # The owner of what this rank has borrowed may need other gradients than this rank does.
-            wanted = Gradients(needs.x, needs.weights, *((own[2], own[3], own_v1) if borrowed_BMFH is None else (needs.experts,) * 3))
+            wanted = Gradients(needs.x, needs.weights, *((own[2], own[3], own_v1) if borrowed_MBFH is None else (needs.experts,) * 3))
             gradients = call.gradients(parameters, arrived)
-            del parameters, kept, borrowed_BMFH
+            del parameters, kept, borrowed_MBFH
             transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, grad_TH=grad_TH, kept_PX=rows_PX,
                                       pulls_again=windows is not None or (rows_PX is None and (wanted.w1 or wanted.v1)))
             del rows_PX, grad_TH

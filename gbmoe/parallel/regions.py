@@ -31,7 +31,7 @@ class Layout:
         ranks: W.
         shards: Z.
         by_slot: the pushed rows are one for every slot, [C * K, H]; otherwise they are one sum for every rank, [W, C, H].
-        lent: [L, M, F, H] where experts may be lent, otherwise empty.
+        lent: [M, L, F, H] where experts may be lent, otherwise empty.
     """
 
     tokens: int

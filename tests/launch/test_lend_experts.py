@@ -12,7 +12,7 @@ import torch
 from gbmoe import extension
 from gbmoe.launch import peers
 from gbmoe.parallel import loans
-from gbmoe.parallel.lent_experts import Ledger, ids_of_computing_ranks
+from gbmoe.parallel.lent_experts import Ledger
 from gbmoe.plain import plain_loans
 from gbmoe.plain.plain_loans import Loan
 
@@ -79,6 +79,17 @@ def test_the_kernel_decides_as_its_twin(seed):
         assert got[1] is expected[1] is None or torch.equal(got[1], expected[1])
 
 
+@pytest.mark.gpu
+@pytest.mark.memcheck
+def test_the_kernel_names_the_ranks_that_compute_as_its_twin():
+    extension.load()
+    ids_TK = torch.randint(-2, 40, (3000, 5), generator=torch.Generator().manual_seed(0))
+    ids_TK[0, 0] = 2**40
+    ranks_A = torch.randint(4, (37,), dtype=torch.int32)
+    got, expected = (peers.ids_of_computing_ranks(ids_TK.to(device), ranks_A.to(device), 9).cpu() for device in ("cuda", "cpu"))
+    assert got.dtype == torch.int64 and torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_sums_are_read_from_the_ranks_that_compute(seed):
     """A rank that has nothing of a token has pushed nothing: what lies there may be anything."""
@@ -88,10 +99,11 @@ def test_sums_are_read_from_the_ranks_that_compute(seed):
     for source, ids_TK in enumerate(ids_SK.long().chunk(WORLD)):
         ranks_K = [{computed_by(made, source, expert) for expert in ids_K if expert >= 0} for ids_K in ids_TK.tolist()]
         pushed_WTH = torch.tensor([[[1.0 if rank in ranks else float("nan")] for ranks in ranks_K] for rank in range(WORLD)])
-        of_ranks_TK, out_TH = ids_of_computing_ranks(ids_TK, ranks_WA[source], EACH), torch.empty(TOKENS, 1)
+        of_ranks_TK, out_TH = peers.ids_of_computing_ranks(ids_TK, ranks_WA[source], EACH), torch.empty(TOKENS, 1)
+        assert of_ranks_TK.dtype == torch.int64, "as kernels read them"
         peers.sum_pushed_rows(pushed_WTH, of_ranks_TK, EXPERTS, EACH, 1.0, out_TH)
         assert out_TH.flatten().tolist() == [len(ranks) for ranks in ranks_K]
-    beyond = ids_of_computing_ranks(torch.tensor([[-1, EXPERTS, 2**40]]), ranks_WA[0], EACH)
+    beyond = peers.ids_of_computing_ranks(torch.tensor([[-1, EXPERTS, 2**40]]), ranks_WA[0], EACH)
     assert beyond.tolist() == [[-1, -1, -1]]
 
 

@@ -265,11 +265,9 @@ def a_rank_that_failed_while_it_lent_left_others_waiting(rank, world):
         raise MemoryError("none left")
 
     for failing in (0, world - 1):
-        for of, name in ((lent_experts.Ledger, "lent"), (lent_experts, "_lent_by"), (lent_experts.BorrowedWeights, "wait"),
+        for of, name in ((lent_experts.Ledger, "lent"), (lent_experts.BorrowedWeights, "_copy"), (lent_experts.BorrowedWeights, "wait"),
                          (lent_experts.LentGradients, "__init__"), (lent_experts.LentGradients, "write"),
-                         (lent_experts.LentGradients, "settle")):
-            if (of, name) == (lent_experts, "_lent_by") and not any(loan.borrower == failing for loan in made):
-                continue
+                         (lent_experts.LentGradients, "_fetch"), (lent_experts.LentGradients, "settle")):
             with pytest.MonkeyPatch.context() as patch, lending(), pytest.raises((RuntimeError, MemoryError)) as error:
                 if rank == failing:
                     patch.setattr(of, name, fails)
@@ -286,15 +284,15 @@ def copies_of_a_pass_that_was_lost_wrote_to_memory_that_was_free_again(rank, wor
     """A rank fails before it has waited for the weights that copy engines bring it."""
     layer, copy = Popular(rank, world, [60, 70], experts=8), lent_experts.BorrowedWeights._copy
     want, made = run_lending(layer)
-    memory, copied = peer_memory.of_group(None, device(rank)), []
+    copied = []
 
-    def copies_late(self, lent):
-        with memory.on(memory.side_stream()):
-            torch.cuda._sleep(int(1e8))
-        copy(self, lent)
-        copied.append(self._weights_BMFH.shape)
+    def copies_late(self, weights_BFH, place, borrowed):
+        torch.cuda._sleep(int(1e8))
+        copy(self, weights_BFH, place, borrowed)
+        if borrowed:
+            copied.append(weights_BFH.shape)
 
-    def fails(_):
+    def fails(*_):
         dist.barrier()  # each rank has begun its copies
         raise MemoryError("none left")
 
