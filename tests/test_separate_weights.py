@@ -27,6 +27,21 @@ VIEWS = {"whole": lambda w: w, "transposed": lambda w: w.transpose(1, 2), "first
          "columns of transposed": lambda w: w.transpose(1, 2)[:, 8:]}
 
 
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("sizes", [(E,), (3, 0), (1, 2), (2, 1, 4)])
+def test_stacks_are_taken_as_the_lists_of_their_parts(sizes, view):
+    stacks = [stack_of(seed=seed)[:size] for seed, size in enumerate(sizes)]
+    parts = [matrix for stack in stacks for matrix in stack]
+    one, two = SeparateWeights.of_stacks(*stacks), SeparateWeights(parts)
+    for of_stacks, of_parts in ((one, two), (VIEWS[view](one), VIEWS[view](two)), (VIEWS[view](one).again(), VIEWS[view](two))):
+        assert of_stacks.numbers == of_parts.numbers and of_stacks.stride() == of_parts.stride()
+        assert of_stacks.shape == of_parts.shape and of_stacks.data_ptr() == of_parts.data_ptr()
+        assert torch.equal(of_stacks.contiguous(), of_parts.contiguous())
+    distance = one.stride(0) * one.element_size()
+    assert [one.data_ptr() + number * distance for number in one.numbers] == [part.data_ptr() for part in parts]
+    assert not SeparateWeights.of_stacks(stacks[0], stack_of(rows=R).transpose(1, 2).reshape(E, R, C).mT.contiguous().mT).numbers
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_table_finds_every_matrix(view, dtype):

@@ -59,7 +59,11 @@ def with_lists(arguments: Sequence, position_of: dict[str, int], counts: dict[st
 
 def in_place(lists: Lists, others: dict[str, torch.Tensor | None]) -> dict[str, SeparateWeights] | None:
     """SeparateWeights of each list among w1, w2 and v1, or None where kernels cannot read all of them by tables."""
-    found = {name: SeparateWeights(tensors) for name, tensors in lists.items()}
+    return with_tables({name: SeparateWeights(tensors) for name, tensors in lists.items()}, others)
+
+
+def with_tables(found: dict[str, SeparateWeights], others: dict[str, torch.Tensor | None]) -> dict[str, SeparateWeights] | None:
+    """`found`, by name, or None where kernels cannot read all of them by tables."""
     one, two = found.get("w1", others.get("w1")), found.get("v1", others.get("v1"))
     if not all(separate.numbers for separate in found.values()):
         return None

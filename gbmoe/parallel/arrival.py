@@ -202,7 +202,8 @@ class Arrival:
         peers.collect_slots(of_ranks["ids"], of_ranks["weights"] if weighted else None, of_ranks["header"], first, experts, only_differing,
                             ids_SK, self._weights_SK, headers_WN)
         if where.loans:
-            price = loans.price_in_rows(math.prod(self._lent_MLFH) // where.loans, self._x_TH.element_size(), self._x_TH.device.type)
+            elements = math.prod(self._lent_MLFH) // where.loans
+            price = loans.price_in_rows(elements, self._x_TH.element_size(), self._x_TH.device.type, self._records)
             self._ranks_WA, self._loans_1 = peers.lend_experts(
                 ids_SK, self._weights_SK, layout.ranks, where.experts_per_rank, where.loans, price, self._memory.rank)
         if where.rows is not None:

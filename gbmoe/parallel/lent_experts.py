@@ -75,24 +75,23 @@ class BorrowedWeights:
         self._came: dict[str, Any] = {}  # by the name of a matrix, the event after which it is here
         of_names = dict(zip(_NAMES, matrices))
         lent, borrowed = ledger.lent(memory.rank), ledger.borrowed(memory.rank)
-        stream = memory.side_stream()
+        own_MLFH, current, stream = regions.own["lent"], memory.stream(), memory.side_stream()
+        # Allocated on the current stream, which waits for the copies within this pass: no record_stream is needed.
+        weights_MBFH = own_MLFH.new_empty(own_MLFH.size(0), len(borrowed), *own_MLFH.shape[2:])
+        self.weights_MBFH = weights_MBFH if borrowed else None
         stream.wait_event(decided)
         with memory.on(stream):
-            # Allocated on this stream, which may run ahead of what the current one still does in memory that was freed.
-            own_MLFH = regions.own["lent"]
-            weights_MBFH = own_MLFH.new_empty(own_MLFH.size(0), len(borrowed), *own_MLFH.shape[2:])
             for name in _READ:
                 matrix, place = of_names[name], _NAMES.index(name)
                 if matrix is None:
                     continue
-                for lent_FH, expert in zip(own_MLFH[place], lent):
-                    lent_FH.copy_(matrix[expert % ledger.experts_per_rank])
+                if lent:
+                    torch._foreach_copy_(list(own_MLFH[place, : len(lent)]), [matrix[e % ledger.experts_per_rank] for e in lent])
                 memory.barrier(channel=1)
+                if borrowed and not self._came:  # the memory may be one that the current stream still reads
+                    stream.wait_stream(current)
                 self._copy(weights_MBFH[place], place, borrowed)
                 self._came[name] = stream.record_event()
-        if memory.device.type == "cuda":
-            weights_MBFH.record_stream(memory.stream())
-        self.weights_MBFH = weights_MBFH if borrowed else None
 
     def _copy(self, weights_BFH: torch.Tensor, place: int, borrowed: list[int]) -> None:
         """By copy engines: those that follow one another here and at their owner in one copy."""
@@ -128,13 +127,14 @@ class WeightsWithBorrowed(Weights):
     def __init__(self, engine: Engine, matrices: Sequence[torch.Tensor | None], weights_MBFH: torch.Tensor,
                  borrowed: BorrowedWeights | None = None):
         self._borrowed = borrowed
-        lists = {name: (*matrix.unbind(0), *weights_MBFH[place].unbind(0))
-                 for place, (name, matrix) in enumerate(zip(_NAMES, matrices)) if matrix is not None}
-        found: dict[str, Any] | None = separate_experts.in_place(lists, {}) if engine.reads_separate_weights else None
+        stacks = {name: (matrix, weights_MBFH[place]) for place, (name, matrix) in enumerate(zip(_NAMES, matrices)) if matrix is not None}
+        found: dict[str, Any] | None = None
+        if engine.reads_separate_weights:
+            found = separate_experts.with_tables({name: SeparateWeights.of_stacks(*of_name) for name, of_name in stacks.items()}, {})
         if found is None:
             if borrowed is not None:
                 borrowed.wait()
-            found = {name: torch.stack(of_name) for name, of_name in lists.items()}
+            found = {name: torch.cat(of_name) for name, of_name in stacks.items()}
         super().__init__(found["w1"], found["w2"], found.get("v1"))
 
     def forward(self, experts: Engine, name: str):
@@ -174,7 +174,7 @@ class LentGradients(WeightGradients):
         own_EFH, mapped_BFH = self[name], self._regions.own["lent"][_NAMES.index(name), : self._borrowed]
         # Not where their owners find them: mapped memory may lie too far from the rest for a table of both.
         borrowed_BFH = own_EFH.new_empty(mapped_BFH.shape)
-        out = SeparateWeights((*own_EFH.unbind(0), *borrowed_BFH.unbind(0)))
+        out = SeparateWeights.of_stacks(own_EFH, borrowed_BFH)
         if experts.reads_separate_weights and experts.writes_in_place(out):
             experts.write_gradient(left_PF, rows.rows_PH(), sizes_E, out)  # no kernel that gathers writes lists
         else:
@@ -213,19 +213,20 @@ class LentGradients(WeightGradients):
         self._memory.barrier()
         for name, made_EFH in self._made.items():
             parts = self._came.pop(name, None) or [self._mapped(name, borrower, place) for _, borrower, place in self._lent]
-            sums: dict[int, list[torch.Tensor]] = {}
+            of_experts: dict[int, list[torch.Tensor]] = {}
             for (expert, *_), part_FH in zip(self._lent, parts):
-                sums.setdefault(expert, []).append(part_FH)
-            for expert, parts_of_expert in sums.items():
-                _add(made_EFH[expert], parts_of_expert)
+                of_experts.setdefault(expert, []).append(part_FH)
+            _add({made_EFH[expert]: of_expert for expert, of_expert in of_experts.items()})
 
 
-def _add(sum_FH: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Add the parts in their order, in float32, and round once."""
-    if len(parts) == 1:
-        sum_FH.add_(parts[0])
-        return
-    exact_FH = sum_FH.float()
-    for part_FH in parts:
-        exact_FH = exact_FH + part_FH
-    sum_FH.copy_(exact_FH)
+def _add(parts_of: dict[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Add to each tensor its parts in their order, in float32, and round once."""
+    single = [tensor for tensor, parts in parts_of.items() if len(parts) == 1]
+    if single:
+        torch._foreach_add_(single, [parts_of[tensor][0] for tensor in single])  # which adds in float32
+    for tensor, parts in parts_of.items():
+        if len(parts) > 1:
+            exact = tensor.float()
+            for part in parts:
+                exact = exact + part
+            tensor.copy_(exact)

@@ -8,32 +8,46 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 
 from gbmoe.parallel import automatic_chunks
 from gbmoe.plain.plain_loans import Loan
 
-# Of an expert's weights: how often their bytes cross a link for a loan, there and as gradients back, and how often memory reads or writes
-# them: a copy to mapped memory, one from it, and the sum with the owner's gradient.
-_TIMES_OVER_LINKS, _TIMES_IN_MEMORY = 2, 7
-_PRODUCTS = 3  # of a row with each matrix, in forward and backward together
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a loan costs its lender or its borrower, of the bytes of an expert's weights: how often they cross a link while nothing is
+    computed, and how often memory reads or writes them; the seconds of its launches; and the products of a row with each matrix."""
+
+    over_links: float
+    in_memory: int
+    launches: float
+    products: int
+
+
+# Forward waits for w1 and v1, two thirds of the weights, and backward for the last gradient.
+_FORWARD = _Cost(2 / 3, 2, 10e-6, 1)
+_TRAINING = _Cost(1.0, 5, 20e-6, 3)
 
 
 @functools.lru_cache(maxsize=64)
-def price_in_rows(elements: int, itemsize: int, device_type: str) -> int:
+def price_in_rows(elements: int, itemsize: int, device_type: str, backward: bool) -> int:
     """The rows that a rank could compute in the time that a loan takes its lender or its borrower, by the speeds of automatic_chunks; 0 on
     a type of device for which there are none. The same on all ranks, whatever GPUs they have.
 
     Args:
         elements: of an expert's weights.
         itemsize: bytes of an element.
+        backward: whether there is one.
     """
     if device_type not in automatic_chunks.SPEEDS:
         return 0
     gpu, links = automatic_chunks.SPEEDS[device_type]
-    loan = links.exchange_latency + elements * itemsize * (_TIMES_OVER_LINKS / links.exchange + _TIMES_IN_MEMORY / gpu.bandwidth)
-    return math.ceil(loan * gpu.flops / (2 * _PRODUCTS * elements))
+    cost = _TRAINING if backward else _FORWARD
+    loan = cost.launches + elements * itemsize * (cost.over_links / links.exchange + cost.in_memory / gpu.bandwidth)
+    return math.ceil(loan * gpu.flops / (2 * cost.products * elements))
 
 
 def read(number: int, ranks_WA: torch.Tensor, experts_per_rank: int) -> list[Loan]:

@@ -252,7 +252,8 @@ def borrowed_matrices_are_read_and_written_where_they_lie(rank, world):
         layer.check({"out": out.detach(), **{name: t.grad for name, t in leaves.items()}})
     assert all(torch.equal(one, other) for one, other in zip(*results))
     borrows = any(loan.borrower == rank for loan in made[0])
-    assert (engine.read, engine.written) == ((6, 3) if borrows else (0, 0))  # three products each in forward and in backward
+    found = engine.read, engine.written
+    assert found == ((6, 3) if borrows else (0, 0)), (made, found)  # three products each in forward and in backward
 
 
 @case
