@@ -67,7 +67,7 @@ class ExpertParallelOptions:
         if self.loans:
             self._require(self.transport != "exchange", "transport",
                           "'auto' or 'peer_memory' with expert_parallel_loans, as experts are lent over mapped memory")
-            self._require(self.rows is None, "rows", "None with expert_parallel_loans, which the host decides about in each forward")
+            self._require(self.rows is None, "rows", "None with expert_parallel_loans, as the host copies what is lent once it knows of it")
             self._require(not self.shadows, "shadows", "0 with expert_parallel_loans, as shadows are for rows that are exchanged")
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
