@@ -73,7 +73,8 @@ class Placement:
                     " would bring their rows to one place", self.shards)
         if self.loans:
             require(self.shards == 1, "Placement", "shards", "1 together with loans, which are whole experts", self.shards)
-            require(self.rows is None, "Placement", "rows", "None together with loans, as the host copies what is lent once it knows of it", self.rows)
+            require(self.rows is None, "Placement", "rows", "None together with loans, as the host copies what is lent once it knows of it",
+                    self.rows)
 
     @property
     def shard(self) -> int:
