@@ -87,16 +87,15 @@ template <typename T> void mma(float (&sums)[4], const uint32_t (&a)[4], uint32_
   for (int i = 0; i < 6; ++i) unpack<T>(i < 4 ? a[i] : i == 4 ? b0 : b1, own + i * kOfWord);
   const auto of_lane = emulated_gpu::exchange(own, 6 * kOfWord);
   const int lane = emulated_gpu::thread % 32;
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
-    double sum = sums[i];
-    for (int k = 0; k < 2 * kHalf; ++k) {
-      const int of_four = k % kHalf / kOfWord, half = k / kHalf;
-      sum += static_cast<double>(of_lane[row % 8 * 4 + of_four][(row / 8 + half * 2) * kOfWord + k % kOfWord]) *
-             of_lane[column * 4 + of_four][(4 + half) * kOfWord + k % kOfWord];
+  double exact[4] = {sums[0], sums[1], sums[2], sums[3]};  // of rows lane / 4 and 8 more, and of two columns
+  for (int k = 0; k < 2 * kHalf; ++k) {
+    const int of_four = k % kHalf / kOfWord, half = k / kHalf, place = k % kOfWord;
+    for (int i = 0; i < 4; ++i) {
+      exact[i] += static_cast<double>(of_lane[lane / 4 * 4 + of_four][(i / 2 + half * 2) * kOfWord + place]) *
+                  of_lane[(2 * (lane % 4) + i % 2) * 4 + of_four][(4 + half) * kOfWord + place];
     }
-    sums[i] = static_cast<float>(sum);
   }
+  for (int i = 0; i < 4; ++i) sums[i] = static_cast<float>(exact[i]);
 }
 
 inline uint32_t round_to_tf32(uint32_t bits) {
