@@ -17,8 +17,8 @@ namespace {
 constexpr int kSharedCounts = 4096;  // experts of all ranks up to which a CTA counts in shared memory
 
 // The slots that the tokens of rank blockIdx.y have of each expert, added to counts [W,A].
-__global__ void __launch_bounds__(kThreads) count_slots_kernel(const int* __restrict__ ids_SK, int64_t slots_of_rank, int experts,
-                                                               int* __restrict__ counts_WA) {
+__global__ void __launch_bounds__(kThreads)
+    count_slots_kernel(const int* __restrict__ ids_SK, int64_t slots_of_rank, int experts, int* __restrict__ counts_WA) {
   __shared__ int here_A[kSharedCounts];
   const int rank = blockIdx.y;
   int* of_rank_A = counts_WA + static_cast<int64_t>(rank) * experts;
@@ -90,12 +90,12 @@ struct Market {
 
 struct Terms {
   int ranks, each, most;  // a rank holds `each` experts, lends at most so many, and borrows at most so many
-  int64_t price;          // the rows that a loan costs both of its ranks
+  int64_t price;  // the rows that a loan costs both of its ranks
 };
 
 // The best that a thread finds among its experts of the lender.
-__device__ __forceinline__ Offer best_offer(const Market& market, const Terms& terms, const int* counts_WA, const int* ranks_WA,
-                                            const unsigned long long* borrowers_A) {
+__device__ __forceinline__ Offer best_offer(
+    const Market& market, const Terms& terms, const int* counts_WA, const int* ranks_WA, const unsigned long long* borrowers_A) {
   const int experts = terms.ranks * terms.each, lender = market.lender, borrower = market.borrower;
   const int64_t rows_there = market.rows_W[lender], rows_here = market.rows_W[borrower];
   const int64_t before = market.above(rows_there, rows_here, terms.ranks);
@@ -142,8 +142,9 @@ __device__ __forceinline__ Offer best_of_all(Market& market, const Offer& mine) 
 // ranks [W,A]: who computes each rank's slots of each expert; local [W,A]: which of this rank's own and then borrowed experts does, or
 // kNone; made: the number of loans. borrowers [A] is for the kernel alone. One CTA.
 constexpr int kNone = -1;
-__global__ void __launch_bounds__(kThreads) choose_loans_kernel(const int* counts_WA, const __grid_constant__ Terms terms, int self,
-                                                                unsigned long long* borrowers_A, int* ranks_WA, int* local_WA, int* made) {
+__global__ void __launch_bounds__(kThreads) choose_loans_kernel(
+    const int* counts_WA, const __grid_constant__ Terms terms, int self, unsigned long long* borrowers_A, int* ranks_WA,
+    int* local_WA, int* made) {
   __shared__ Market market;
   __shared__ int rows_W[kMostPeers];
   const int ranks = terms.ranks, experts = ranks * terms.each;
@@ -206,8 +207,9 @@ __global__ void __launch_bounds__(kThreads) choose_loans_kernel(const int* count
 }
 
 // Ids of all ranks' experts become those of this rank's; slots that others compute have none, and no weight.
-__global__ void __launch_bounds__(kThreads) number_slots_kernel(const int* __restrict__ local_WA, int64_t slots, int64_t slots_of_rank,
-                                                                int experts, int* __restrict__ ids_SK, float* __restrict__ weights_SK) {
+__global__ void __launch_bounds__(kThreads) number_slots_kernel(
+    const int* __restrict__ local_WA, int64_t slots, int64_t slots_of_rank, int experts, int* __restrict__ ids_SK,
+    float* __restrict__ weights_SK) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (slot >= slots) return;
   const int id = ids_SK[slot];
@@ -217,9 +219,9 @@ __global__ void __launch_bounds__(kThreads) number_slots_kernel(const int* __res
 }
 
 // Each id becomes that of the first expert of the rank that computes the slot.
-__global__ void __launch_bounds__(kThreads) ids_of_computing_ranks_kernel(const int64_t* __restrict__ ids_TK, int64_t slots,
-                                                                          const int* __restrict__ ranks_A, int experts, int each,
-                                                                          int64_t* __restrict__ out_TK) {
+__global__ void __launch_bounds__(kThreads) ids_of_computing_ranks_kernel(
+    const int64_t* __restrict__ ids_TK, int64_t slots, const int* __restrict__ ranks_A, int experts, int each,
+    int64_t* __restrict__ out_TK) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (slot >= slots) return;
   const int64_t id = ids_TK[slot];
@@ -230,8 +232,9 @@ __global__ void __launch_bounds__(kThreads) ids_of_computing_ranks_kernel(const 
 
 // ids [S,K] int32 of all ranks' experts, weights float32 [S,K] -> the same of this rank's own and borrowed experts; ranks and local int32
 // [W,A], made int32 [1]. counts int32 [W,A] and borrowers int64 [A] are scratch memory.
-void lend_experts(int64_t experts_per_rank, int64_t most, int64_t price, int64_t rank, Tensor ids, std::optional<Tensor> weights,
-                  Tensor counts, Tensor borrowers, Tensor ranks, Tensor local, Tensor made) {
+void lend_experts(
+    int64_t experts_per_rank, int64_t most, int64_t price, int64_t rank, Tensor ids, std::optional<Tensor> weights, Tensor counts,
+    Tensor borrowers, Tensor ranks, Tensor local, Tensor made) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
   const int64_t world = ranks.size(0), experts = ranks.size(1), slots = ids.numel(), of_rank = slots / world;
   STD_TORCH_CHECK(world <= kMostPeers, "at most ", kMostPeers, " ranks lend each other experts");
@@ -239,7 +242,8 @@ void lend_experts(int64_t experts_per_rank, int64_t most, int64_t price, int64_t
   const cudaStream_t stream = current_stream(ids);
   STD_CUDA_CHECK(cudaMemsetAsync(counts.data_ptr(), 0, counts.numel() * sizeof(int), stream));
   const int64_t most_ctas = ceil_div(2 * multiprocessors(ids.get_device_index()), world);
-  const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(ceil_div(of_rank, 4 * kThreads), 1, most_ctas)), static_cast<unsigned>(world));
+  const dim3 grid(
+      static_cast<unsigned>(std::clamp<int64_t>(ceil_div(of_rank, 4 * kThreads), 1, most_ctas)), static_cast<unsigned>(world));
   count_slots_kernel<<<grid, kThreads, 0, stream>>>(data<const int>(ids), of_rank, static_cast<int>(experts), data<int>(counts));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   const Terms terms{static_cast<int>(world), static_cast<int>(experts_per_rank), static_cast<int>(most), price};
@@ -256,14 +260,15 @@ void lend_experts(int64_t experts_per_rank, int64_t most, int64_t price, int64_t
 void ids_of_computing_ranks(Tensor ids, Tensor ranks, int64_t experts_per_rank, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
   ids_of_computing_ranks_kernel<<<ctas_of(std::max<int64_t>(ids.numel(), 1)), kThreads, 0, current_stream(ids)>>>(
-      data<const int64_t>(ids), ids.numel(), data<const int>(ranks), static_cast<int>(ranks.numel()), static_cast<int>(experts_per_rank),
-      data<int64_t>(out));
+      data<const int64_t>(ids), ids.numel(), data<const int>(ranks), static_cast<int>(ranks.numel()),
+      static_cast<int>(experts_per_rank), data<int64_t>(out));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-GBMOE_OPERATOR(lend_experts,
-               "(int experts_per_rank, int most, int price, int rank, Tensor(a!) ids, Tensor(b!)? weights, Tensor(c!) counts, "
-               "Tensor(d!) borrowers, Tensor(e!) ranks, Tensor(f!) local, Tensor(g!) made) -> ()");
+GBMOE_OPERATOR(
+    lend_experts,
+    "(int experts_per_rank, int most, int price, int rank, Tensor(a!) ids, Tensor(b!)? weights, Tensor(c!) counts, "
+    "Tensor(d!) borrowers, Tensor(e!) ranks, Tensor(f!) local, Tensor(g!) made) -> ()");
 GBMOE_OPERATOR(ids_of_computing_ranks, "(Tensor ids, Tensor ranks, int experts_per_rank, Tensor(a!) out) -> ()");
 
 }  // namespace gbmoe
