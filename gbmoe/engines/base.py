@@ -262,7 +262,8 @@ class Engine(LowRankProducts):
         return True
 
     def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
-        """y = a @ w2[e], [P,H]. Called directly after `up`, with its sizes; nothing writes them or w2 from when `up` began."""
+        """y = a @ w2[e], [P,H]. Called directly after `up`, with its sizes; nothing writes them or w2 from when `up` began, unless the
+        stream has waited since for an event after which w2 is there (lent experts)."""
         return self.product(a_PF, w2_EFH, sizes_E)
 
     def down_biased(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, bias_EH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:

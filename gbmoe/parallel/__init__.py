@@ -5,7 +5,8 @@ Inside a node peer_experts.py computes with rows that peer_transport.py pulls fr
 back into it. peer_memory.py holds that memory and the barrier between its ranks; notice_board.py tells all ranks that one has left a pass
 early; arrival.py collects what must be known of all ranks' tokens before their rows are pulled, and late_report.py what nobody waits for.
 Where more rows may come than there is room for, windows.py divides them, and further_windows.py computes all but the first part.
-Where ranks lend each other experts for a step, loans.py decides which, and lent_experts.py says who computes what, and moves weights.
+Where ranks lend each other experts for a step, the device decides which (gbmoe/plain/plain_loans.py); loans.py says what a loan costs and
+reads what was decided, and lent_experts.py moves weights and their gradients.
 Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs);
 separate_steps.py is the same exchange as functions that a schedule calls one by one;
 shadowing.py copies popular experts to all ranks for a step in which less then travels.

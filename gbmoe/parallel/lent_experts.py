@@ -62,8 +62,8 @@ class BorrowedWeights:
 
     Args:
         matrices: w1, w2 and v1 of this rank's own experts, [E,F,H] each.
-        decided: the event of the current stream after which weights may be lent. What came to the stream since, such as rows that are
-            pulled, is not waited for.
+        decided: the event of the current stream after which weights may be lent. A lender does not wait for what came to the stream
+            since, such as rows that are pulled; a borrower waits for it before it copies.
 
     Attributes:
         weights_MBFH: of the experts that this rank has borrowed, once `wait` was called: copies that belong to it alone. None if there are

@@ -6,7 +6,7 @@ have of one expert to a rank with less to do, the borrower, which computes them 
 (gbmoe/parallel/lent_experts.py).
 
 The decision is a pure function of numbers that all ranks have, in integers, so that all ranks decide alike, and a forward that activation
-checkpointing repeats decides the same.
+checkpointing repeats decides the same for the same price. Under reentrant checkpointing that is another one (gbmoe/parallel/loans.py).
 
 Shape suffixes: W ranks, E or A experts of all ranks, S tokens of all ranks, K slots a token.
 """
