@@ -260,7 +260,7 @@ class Arrival:
         made = loans.read(int(numbers[-size - 1]), numbers[-size:].view(memory.ranks, where.experts), where.experts_per_rank)
         self._experts = where.experts_per_rank
         if made:
-            self._ledger = Ledger(tuple(made), memory.ranks, where.experts_per_rank)
+            self._ledger = Ledger(tuple(made), where.experts_per_rank)
             self._experts += len(self._ledger.borrowed(memory.rank))
             self.ids_TK = peers.ids_of_computing_ranks(self.ids_TK, self._ranks_WA[memory.rank], where.experts_per_rank)
 

@@ -36,7 +36,6 @@ class Ledger:
     """The loans of one pass, the same on all ranks; rank r holds the experts from r * experts_per_rank on."""
 
     loans: tuple[Loan, ...]
-    ranks: int
     experts_per_rank: int
 
     def owner(self, expert: int) -> int:

@@ -31,7 +31,7 @@ class Loan(NamedTuple):
 def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: int, experts_per_rank: int, most: int, price: int,
                  rank: int) -> tuple[torch.Tensor, int]:
     """As gbmoe.launch.peers.lend_experts, with the number of loans as an int."""
-    loans = choose(counts_of(ids_SK, ranks, ranks * experts_per_rank).tolist(), experts_per_rank, most, price)
+    loans = choose(_counts_of(ids_SK, ranks, ranks * experts_per_rank).tolist(), experts_per_rank, most, price)
     ranks_WA = ranks_of(loans, ranks, experts_per_rank)
     local_SK = _local_ids(ids_SK, _local_of(ranks_WA, rank, experts_per_rank))
     ids_SK.copy_(local_SK)
@@ -40,7 +40,7 @@ def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: i
     return ranks_WA, len(loans)
 
 
-def counts_of(ids_SK: torch.Tensor, ranks: int, experts: int) -> torch.Tensor:
+def _counts_of(ids_SK: torch.Tensor, ranks: int, experts: int) -> torch.Tensor:
     """The slots that each rank's tokens have of each of all experts, int64 [W,A]; an id of -1 counts for none."""
     return torch.stack([ids_CK[ids_CK >= 0].bincount(minlength=experts) for ids_CK in ids_SK.chunk(ranks)])
 

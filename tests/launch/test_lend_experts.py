@@ -54,7 +54,7 @@ def test_each_slot_is_computed_once_by_the_expert_that_it_names(seed, device):
     of_ranks = [lent(ids_SK, rank, device) for rank in range(WORLD)]
     made = of_ranks[0][2]
     assert len(made) > 1 and all(of_rank[2] == made for of_rank in of_ranks)
-    ledger = Ledger(tuple(made), WORLD, EACH)
+    ledger = Ledger(tuple(made), EACH)
     experts = [[*range(rank * EACH, (rank + 1) * EACH), *ledger.borrowed(rank)] for rank in range(WORLD)]
     for token, ids_K in enumerate(ids_SK.tolist()):
         for slot, expert in enumerate(ids_K):
@@ -109,7 +109,7 @@ def test_sums_are_read_from_the_ranks_that_compute(seed):
 
 def test_experts_follow_in_the_order_in_which_both_ranks_have_them():
     made = [Loan(0, 2, (2,)), Loan(1, 2, (0, 2)), Loan(1, 3, (3,)), Loan(4, 2, (1,))]
-    ledger = Ledger(tuple(made), WORLD, EACH)
+    ledger = Ledger(tuple(made), EACH)
     assert [ledger.lent(rank) for rank in range(WORLD)] == [[0, 1], [4], [], []]
     assert [ledger.borrowed(rank) for rank in range(WORLD)] == [[], [], [0, 1, 4], [1]]
     assert ledger.borrowers(1) == [2, 3]
