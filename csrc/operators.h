@@ -7,13 +7,12 @@
 
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
+
+#include "stable_abi.h"
 
 namespace gbmoe {
 

@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from pathlib import Path
 from check_wheel import unstable_symbols
 
 from gbmoe.extension import build
-from gbmoe.extension.architectures import code_of
 from gbmoe.extension.jobs import jobs
 
 # Shared memory of a multiprocessor in KiB ("Technical Specifications per Compute Capability", CUDA C++ Programming Guide). Each CTA takes
@@ -134,17 +133,13 @@ class Compiler:
 
     def faults_of_file(self, source: Path) -> list[str]:
         """What is wrong with a file, compiled for the oldest architecture, and for Hopper where its code differs there."""
-        known = [a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes]
-        oldest, newest = known[0], known[-1]
-        if build.is_of_hopper(source):  # with its kernels, and without, as in a build for older or newer GPUs alone
-            return [*self.faults_for(["9.0"], source), *self.faults_for([oldest], source, more=[newest])]
+        oldest = next(a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes)
         return self.faults_for([oldest, "9.0"] if includes_architecture_code(source) else [oldest], source)
 
-    def faults_for(self, chosen: list[str], source: Path, more: Sequence[str] = ()) -> list[str]:
-        """What is wrong with a file, compiled for these architectures; for those of `more` with what it is for the first ones."""
+    def faults_for(self, chosen: list[str], source: Path) -> list[str]:
+        """What is wrong with a file, compiled for these architectures."""
         # Optimising takes most of the time and finds no more errors. Not every nvcc 12 can go without.
         options = ["--Ofast-compile=max", *self.uncompressed] if self.nvcc.version >= (13, 0) else []
-        options += [f"-gencode=arch=compute_{code},code=sm_{code}" for code in map(code_of, more)]
         with tempfile.TemporaryDirectory() as scratch:
             unit = Path(scratch) / "unit.o"
             try:
@@ -180,7 +175,7 @@ def main() -> int:
     if unknown:
         parser.error(f"expected architectures among {', '.join(_SHARED_KIB)}, got {', '.join(sorted(unknown))}")
     compiler, wrong = Compiler(), 0
-    sources = build.sources(build.source_folder())
+    sources = build.sources(build.source_folder(), list(build.DEFAULT_ARCHITECTURES))
     for_all = [source for source in sources if source.parent.name == "tensor_core"]
     others = [source for source in sources if source not in for_all]
     with ThreadPoolExecutor(jobs().count) as pool:

@@ -30,7 +30,7 @@ _LINK = re.compile(r"\]\((?!\w+:)[^)]*\)")
 _LOAD = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
-print(f"torch {torch.__version__} loads it; Hopper's kernels inside: {torch.ops.gbmoe_cuda.hopper_built()}")
+print(f"torch {torch.__version__} loads it; Hopper's kernels inside: {hasattr(torch.ops.gbmoe_cuda, "hopper_rows")}")
 """
 
 

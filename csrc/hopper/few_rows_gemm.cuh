@@ -181,7 +181,6 @@ template <bool kGlu> __device__ __forceinline__ void prepare(const Maps& maps, c
 template <typename T, bool kTransposed, EpilogueKind kEpilogue>
 __global__ void __launch_bounds__(kThreads, kMostCtas)
     few_rows_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Arguments args) {
-#ifdef GBMOE_HOPPER
   constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
   constexpr int kTileN = kGlu ? kColumns / 2 : kColumns;  // columns of one output tensor
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -218,7 +217,6 @@ __global__ void __launch_bounds__(kThreads, kMostCtas)
         args.out, args.activation, rows.first, rows.count, args.size_n, n, kTileN, args.step, kConsumers,
         [&](int row, int column) { return row < summed.count ? results[row][column] : T(0.0f); });
   }
-#endif
 }
 
 }  // namespace gbmoe::hopper::few_rows

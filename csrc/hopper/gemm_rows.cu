@@ -55,15 +55,6 @@ void hopper_rows_gathered(
   });
 }
 
-// Whether the extension has the kernels of hopper/
-bool hopper_built() {
-#ifdef GBMOE_HOPPER
-  return true;
-#else
-  return false;
-#endif
-}
-
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e] (+ a3[rows of e] @ b3[e])); b [E,K,N], or [E,N,K] with trans_b; without
 // sizes one group has all rows; a2 and a3 have inner dimensions of their own. places are those of b, or of b and b2. out is of their dtype,
 // or with trans_b, of at most two pairs, in square tiles and no cluster, fp32
@@ -121,7 +112,6 @@ void hopper_rows_biased(
   });
 }
 
-GBMOE_OPERATOR_WITHOUT_TENSORS(hopper_built, "() -> bool");
 GBMOE_OPERATOR(
     hopper_rows,
     "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? a3, Tensor? b3, int[] places, Tensor? sizes, bool trans_b, "

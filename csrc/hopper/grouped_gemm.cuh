@@ -104,9 +104,7 @@ template <typename Traits> struct GroupedGemm {
 
 template <typename Traits> __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(
     const __grid_constant__ TensorMaps maps, const __grid_constant__ Arguments args) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   GroupedGemm<Traits>::run(maps, args);
-#endif
 }
 
 }  // namespace gbmoe::hopper

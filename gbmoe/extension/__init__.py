@@ -11,7 +11,12 @@ import torch
 from gbmoe.extension.build import source_folder
 from gbmoe.extension.loader import Status, load, loaded, status
 
-__all__ = ["Status", "answer", "load", "loaded", "source_folder", "status"]
+__all__ = ["Status", "answer", "has", "load", "loaded", "source_folder", "status"]
+
+
+def has(name: str) -> bool:
+    """Whether the extension, which is loaded, was compiled with the operator `name`."""
+    return hasattr(torch.ops.gbmoe_cuda, name)
 
 
 def answer(name: str, *arguments):

@@ -147,32 +147,25 @@ def compile_flags(nvcc: Nvcc, torch: Torch, chosen: list[str]) -> list[str]:
             "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", *_gencode(chosen), *include_flags(nvcc, torch)]
 
 
-def sources(folder: Path) -> list[Path]:
-    """The translation units of csrc/, in a fixed order."""
-    return sorted([*folder.rglob("*.cu"), *folder.rglob("*.cpp")])
+def sources(folder: Path, chosen: list[str]) -> list[Path]:
+    """The translation units of csrc/ for the architectures `chosen`, in a fixed order. Without 9.0 those of csrc/hopper/ are left out."""
+    units = sorted([*folder.rglob("*.cu"), *folder.rglob("*.cpp")])
+    hopper = any(code_of(part).startswith("90") for part in chosen)
+    return [unit for unit in units if hopper or not is_of_hopper(unit)]
 
 
 def unit_command(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, output: Path, options: tuple[str, ...] = ()) -> list[str]:
     """The command that compiles one file of csrc/ to an object, with more `options` for nvcc if any.
 
-    csrc/hopper/ uses instructions that only sm_90a has. With 9.0 among the architectures its kernels are compiled for that one
-    alone; without it they are empty, and gbmoe_cuda::hopper_built returns false.
+    csrc/hopper/ uses instructions that only sm_90a has, and is compiled for that one alone.
     """
-    defines = []
-    if is_of_hopper(source):
-        hopper = _has_hopper(chosen)
-        chosen = ["9.0a"] if hopper else chosen[:1]
-        defines = ["-DGBMOE_HOPPER"] if hopper else []
-    return [str(nvcc.path), *compile_flags(nvcc, torch, chosen), *defines, *options, "-x", "cu", "-c", str(source), "-o", str(output)]
+    of_file = ["9.0a"] if is_of_hopper(source) else chosen
+    return [str(nvcc.path), *compile_flags(nvcc, torch, of_file), *options, "-x", "cu", "-c", str(source), "-o", str(output)]
 
 
 def is_of_hopper(source: Path) -> bool:
     """Whether a file of csrc/ has kernels for compute capability 9.0 alone."""
     return source.parent.as_posix().endswith(("/hopper", "/hopper/float8"))
-
-
-def _has_hopper(chosen: list[str]) -> bool:
-    return any(code_of(part).startswith("90") for part in chosen)
 
 
 def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, output: Path, options: tuple[str, ...] = ()) -> None:
@@ -182,7 +175,7 @@ def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, outp
 
 def estimate(folder: Path, chosen: list[str], jobs: int) -> float:
     """The seconds that compiling all of `folder` takes, by what was measured for its files (_SECONDS) and by how busy the machine is."""
-    costs = [_seconds(source, chosen) for source in sources(folder)]
+    costs = [_seconds(source, chosen) for source in sources(folder, chosen)]
     busy = max(1.0, (os.getloadavg()[0] + jobs) / (os.cpu_count() or 1))  # runnable processes that share a core
     return (max([sum(costs) / jobs, *costs]) + _LINK_SECONDS) * busy
 
@@ -194,7 +187,7 @@ def duration(seconds: float) -> str:
 
 def _seconds(source: Path, chosen: list[str]) -> float:
     if is_of_hopper(source):
-        return sum(_SECONDS["hopper"]) if _has_hopper(chosen) else sum(_SECONDS[""])
+        return sum(_SECONDS["hopper"])
     base, architecture = _SECONDS.get(f"{source.parent.name}/{source.name}") or _SECONDS.get(source.parent.name) or _SECONDS[""]
     with_kernels = [part for part in chosen if source.parent.name != "tensor_core" or part[0] != "7"]
     return base + architecture * (len(with_kernels) + sum(part.endswith("+PTX") for part in with_kernels) / 4)
@@ -231,7 +224,7 @@ def build(folder: Path, output: Path, nvcc: Nvcc, torch: Torch, chosen: list[str
 def _compile_all(folder: Path, scratch: Path, nvcc: Nvcc, torch: Torch, chosen: list[str], jobs: Jobs, compilers: Compilers,
                  report: Callable[[str], None]) -> list[Path]:
     """Compile every file of `folder`, those that take longest first, and return the objects."""
-    units = sources(folder)
+    units = sources(folder, chosen)
     # Named after their places: files of two folders may have one name.
     objects = {source: scratch / f"{'_'.join(source.relative_to(folder).parts)}.o" for source in units}
 

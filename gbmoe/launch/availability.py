@@ -35,12 +35,12 @@ def _most_experts(device: torch.device) -> int:
 
 def hopper_built() -> bool:
     """Whether the extension, which is loaded, has the kernels of csrc/hopper/."""
-    return extension.answer("hopper_built")
+    return extension.has("hopper_rows")
 
 
 def float8_serves(tensor: Stack) -> bool:
-    """As `serves`. Raises RuntimeError for a CUDA device without float8 kernels: their code is for compute capability 9.0 alone, and in an
-    extension that was compiled without it they do nothing, without an error."""
+    """As `serves`. Raises RuntimeError for a CUDA device without float8 kernels: their code is for compute capability 9.0 alone, and an
+    extension that was compiled without it does not have them."""
     return serves(tensor) and _has_float8(tensor.device)
 
 

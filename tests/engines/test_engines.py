@@ -112,7 +112,7 @@ def pretend_gpu(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(availability, "why_not", lambda: None)
-    monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(tensor_core_built=lambda index: True, hopper_built=lambda: True))
+    monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(tensor_core_built=lambda index: True, hopper_rows=None))
     for name in ("cublas_loop", "cublas_grouped"):
         monkeypatch.setitem(vars(engines.ENGINES[name]), "unavailable", lambda device: None)
 

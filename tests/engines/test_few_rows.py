@@ -373,3 +373,37 @@ def test_down_waits_for_up(few, groups):
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("few", [*devices(), HOPPER], indirect=True)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_down_waits_for_weights_that_another_stream_brings_during_up(few, in_graph):
+    """Down reads weights before up has ended, but not before an event between the two, after which lent weights are here."""
+    device, few = few  # noqa: F811
+    groups, hidden, ffn = 8, 2048, 768
+    draw = functools.partial(drawn, dtype=torch.bfloat16, device=device)
+    w1, v1 = (draw(groups, ffn, hidden, seed=seed, scale=exact_inputs.fan_in_scale(hidden)) for seed in (2, 3))
+    brought = draw(groups, ffn, hidden, seed=4, scale=exact_inputs.fan_in_scale(ffn))
+    sizes, x = torch.ones(groups, dtype=torch.int32, device=device), draw(groups, hidden, seed=1)
+    w2, side = torch.empty_like(brought), torch.cuda.Stream()
+
+    def step():
+        current = torch.cuda.current_stream()
+        w2.fill_(float("nan"))
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(5_000_000)  # cycles: milliseconds, in which up has long ended
+            w2.copy_(brought)
+            came = side.record_event()
+        a, *_ = few.up(in_memory(x), w1, v1, sizes, "silu", False)
+        current.wait_event(came)
+        return few.down(a, w2, sizes)
+
+    run = step
+    if in_graph:
+        graph, y = cuda_graphs.captured(step)
+        run = lambda: (graph.replay(), y)[1]  # noqa: E731
+    a, *_ = few.up(in_memory(x), w1, v1, sizes, "silu", False)
+    expected = few.down(a, brought, sizes)
+    for _ in range(10):
+        assert torch.equal(run(), expected)

@@ -7,11 +7,12 @@ import platform
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from gbmoe import extension
 from gbmoe.extension import build
-from tests.extension.toolkit_of_paper import FAKE_NVCC, why_not_loaded
+from tests.extension.toolkit_of_paper import FAKE_NVCC, devices, why_not_loaded
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,6 +24,17 @@ def test_files_of_one_name_in_two_folders_had_one_object(toolkit):
     assert extension.load().loaded
     objects = [word for word in toolkit.commands("-ltorch_cuda")[0].split() if word.endswith(".o")]
     assert len(set(objects)) == 2
+
+
+@pytest.mark.parametrize("architectures, compiled", [("8.0 12.0", []), ("8.0 9.0", ["arch=compute_90a,code=sm_90a"])])
+def test_files_of_hopper_were_compiled_without_its_kernels_for_other_gpus(toolkit, monkeypatch, architectures, compiled):
+    (build.source_folder() / "hopper").mkdir()
+    (build.source_folder() / "hopper" / "two.cu").write_text("// sm_90a alone")
+    devices(monkeypatch, (8, 0))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", architectures)
+    assert extension.load().loaded
+    commands = toolkit.commands("hopper/two.cu")
+    assert [word.removeprefix("-gencode=") for command in commands for word in command.split() if "gencode" in word] == compiled
 
 
 def test_bytes_of_nvcc_that_are_no_utf8_are_read_and_shown(toolkit):

@@ -138,7 +138,7 @@ def test_rows_beyond_two_to_the_31_elements(length):
 def test_float8_kernels_did_nothing_where_they_were_not_compiled(monkeypatch, found, built, expected):
     availability._has_float8.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
-    monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(hopper_built=lambda: built), raising=False)
+    monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(**{"hopper_rows": None} if built else {}), raising=False)
     with pytest.raises(RuntimeError, match=expected):
         availability._has_float8(torch.device("cuda", 0))
     availability._has_float8.cache_clear()

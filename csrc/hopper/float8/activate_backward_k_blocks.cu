@@ -115,7 +115,6 @@ __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_
     const bool power_of_two, const ScaledRows out_dh, const ScaledRows out_dg, const KBlocks a_blocks, const KBlocks dh_blocks,
     const KBlocks dg_blocks, int* __restrict__ filled_rows, float* __restrict__ dots, const int columns,
     const __grid_constant__ ActivationOf activation) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   __shared__ KBlock found;
   __shared__ Row<float> rows_of_block[kKBlockRows];
   __shared__ KBlockShared shared;
@@ -146,7 +145,6 @@ __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_
   store(a, a_blocks);
   store(dh, dh_blocks);
   if (g_PF) store(dg, dg_blocks);
-#endif
 }
 
 // Of all columns of a tensor [B,F,128], or of every second one of a tensor [B,2F,128].

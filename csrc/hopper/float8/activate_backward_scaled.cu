@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
     const Numbers<T>* h_PF, const Numbers<T>* g_PF, Numbers<T>* d_PF, const int* slot_of_row, Scalars weights,
     const unsigned slots_in_all, bool power_of_two, Numbers<T>* a_PF, Numbers<T>* dg_PF, const ScaledRows scaled_dh,
     const ScaledRows scaled_dg, Scalars grad_weights, int64_t rows, int vectors, const __grid_constant__ ActivationOf activation) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   using Operands = ActivationOperands<T, kVector>;
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / 32) * 2;
   if (first_row >= rows) return;  // the whole warp
@@ -69,7 +68,6 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
     }
   }
   if (grad_weights.data) write_dots(one, two, grad_weights);
-#endif
 }
 
 }  // namespace

@@ -18,7 +18,6 @@ constexpr int kInFlight = 4;  // loads of a thread
 template <typename T> __global__ void __launch_bounds__(kThreads) dequantize_rows_kernel(
     const Float8Rows x, const int* __restrict__ slot_of_row, unsigned slots, unsigned top_k, uint4* __restrict__ out,
     int64_t rows, int vectors, int row_threads) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / row_threads) + threadIdx.x / row_threads;
   if (row >= rows) return;
   int64_t from = row;
@@ -41,7 +40,6 @@ template <typename T> __global__ void __launch_bounds__(kThreads) dequantize_row
       if (v < vectors) out[row * vectors + v] = dequantize<T>(eight[i], scale[i]);
     }
   }
-#endif
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ using hopper::quantize, hopper::scale_of_row, hopper::TileScale, hopper::tile_sc
 template <typename T, int S> __global__ void __launch_bounds__(kThreads) quantize_gathered_kernel(
     const Numbers<T>* __restrict__ x_TH, const Slots slots, const int* __restrict__ slot_of_row, bool power_of_two,
     Eight* __restrict__ out_PH, float* __restrict__ scales_PC, const LaunchShape shape) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   const PaddingRows padding(slot_of_row, shape);
   const int64_t token = shape.own_token();
   const int thread = threadIdx.x % shape.token_threads, tiles = ceil_div(shape.vectors, kTileThreads);
@@ -43,13 +42,11 @@ template <typename T, int S> __global__ void __launch_bounds__(kThreads) quantiz
   padding.clear(out_PH, slot_of_row, shape, [&](int64_t row) {
     for (int c = 0; c < tiles; ++c) scales_PC[row * tiles + c] = 1.0f;
   });
-#endif
 }
 
 template <typename T> __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(
     const Numbers<T>* __restrict__ x_PH, bool power_of_two, Eight* __restrict__ out_PH, float* __restrict__ scales_PC, int64_t rows,
     int vectors) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   const int tiles = ceil_div(vectors, kTileThreads);
   const int64_t all = rows * tiles;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads / kTileThreads); first < all;
@@ -62,7 +59,6 @@ template <typename T> __global__ void __launch_bounds__(kThreads) quantize_rows_
     if (exists) out_PH[row * vectors + v] = quantize<T>(numbers, scale.encode);
     if (tile < all && v % kTileThreads == 0) scales_PC[tile] = scale.decode;
   }
-#endif
 }
 
 // Where weights [E,lines,columns] lie: matrices and lines any multiple of 16 bytes apart, or the matrices in the places of a table.
@@ -100,7 +96,6 @@ struct ScaledWeights {
 template <typename T, int kStep, bool kNatural, bool kTranspose>
 __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(
     const __grid_constant__ WeightMemory<T> weights, bool power_of_two, const ScaledWeights to, int lines, int columns) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   constexpr int kLines = 8;  // of a thread
   __shared__ uint32_t largest_of_warp[kWarps];
   __shared__ uint32_t words[kTranspose ? kScaledColumns : 1][kScaledColumns / 4];
@@ -164,7 +159,6 @@ __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(
       *reinterpret_cast<uint2*>(to.transposed + matrix + static_cast<int64_t>(first_column + c) * lines + line) = value;
     }
   }
-#endif
 }
 
 template <typename T, int kStep>

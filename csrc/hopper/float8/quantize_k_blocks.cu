@@ -45,7 +45,6 @@ template <typename T> struct RowsFloat8 {
 template <typename T, typename Rows> __global__ void __launch_bounds__(kKBlockThreads) quantize_k_blocks_kernel(
     const Rows x, const int* __restrict__ slot_of_row, unsigned slots, unsigned top_k, const GroupSizes sizes, bool power_of_two,
     uint8_t* __restrict__ out, float* __restrict__ scales, int* __restrict__ filled_rows, int columns) {
-#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   __shared__ KBlock found;
   __shared__ int token_of_row[kKBlockRows];  // -1 where a row has no slot
   __shared__ KBlockShared shared;
@@ -79,7 +78,6 @@ template <typename T, typename Rows> __global__ void __launch_bounds__(kKBlockTh
     pair[i][0] = numbers.x, pair[i][1] = numbers.y, pair[i][2] = numbers.z, pair[i][3] = numbers.w;
   }
   store_k_block<T>(pair, shared, k_block, first_column, columns, power_of_two, {out, scales, 1});
-#endif
 }
 
 // Rows: as the kernel reads `x`, in which the operators find no more than its sizes.
