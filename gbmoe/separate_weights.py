@@ -60,10 +60,10 @@ class SeparateWeights:
         """Make a table of the addresses, if the matrices have like strides."""
         self._number = number
         self._views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-        self.lowest = first.detach().unsqueeze(0)
         self.numbers: tuple[int, ...] = ()
         found = None if addresses is None else _table(addresses, first.element_size())
         if found is None:
+            self.lowest = first.detach().unsqueeze(0)
             return
         which, distance, self.numbers = found
         lowest = self._tensors[which] if self._tensors is not None else self._part(which)

@@ -99,6 +99,21 @@ def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: i
     return ranks_WA, number_1
 
 
+def copy_experts(experts: Sequence[int], matrices: Sequence[torch.Tensor | None], lent_MLFH: torch.Tensor) -> None:
+    """Write the matrices of these experts, in this order, to the first places of `lent_MLFH`.
+
+    Args:
+        matrices: w1, w2 and v1 or None, [E,F,H] each, of the dtype of `lent_MLFH`.
+        lent_MLFH: contiguous, for 2 or 3 matrices of up to L experts.
+    """
+    if lent_MLFH.device.type == "cuda":
+        w1, w2, v1 = (None if matrix is None else matrix.contiguous() for matrix in matrices)
+        torch.ops.gbmoe_cuda.copy_experts(experts, w1, w2, v1, lent_MLFH)
+        return
+    for lent_LFH, matrix in zip(lent_MLFH, (matrix for matrix in matrices if matrix is not None)):
+        lent_LFH[: len(experts)] = matrix[list(experts)]
+
+
 def ids_of_computing_ranks(ids_TK: torch.Tensor, ranks_A: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
     """The ids of one rank's tokens, int64, contiguous, each replaced by that of an expert which the rank that computes the slot holds; -1
     for an id of no expert. What looks from ids for ranks (sum_pushed_rows) then finds those that have pushed."""

@@ -4,7 +4,7 @@ A lender copies the matrices of the experts that it lends to its own mapped memo
 of all these experts after the other, while the rows are pulled, and w2 while the first products run. To the experts' pass they are further
 experts of the borrower, after its own E. In backward a borrower writes its gradients of them to its own mapped memory, and the owner adds
 them to its own gradient, in the order of ranks, in float32, and rounds once. Each matrix but the last travels while the next one's gradient
-is computed.
+is computed. All devices wait for hosts that have just learned of the loans, so that in forward these do as little as that takes.
 
 Shape suffixes: T tokens, K slots a token, W ranks, A experts of all ranks, E experts of this rank, B experts that it has borrowed, L
 experts that a rank may lend or borrow, M matrices of an expert, F ffn hidden, H hidden, P rows of this rank.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.launch import peers
 from gbmoe.ops import separate_experts
 from gbmoe.ops.expert_forward_backward import Weights
 from gbmoe.parallel.peer_memory import PeerMemory
@@ -70,31 +71,32 @@ class BorrowedWeights:
     """
 
     def __init__(self, memory: PeerMemory, regions: Regions, ledger: Ledger, matrices: Sequence[torch.Tensor | None], decided: Any):
-        self._memory, self._regions, self._ledger = memory, regions, ledger
+        self._memory, self._regions = memory, regions
         self._came: dict[str, Any] = {}  # by the name of a matrix, the event after which it is here
-        of_names = dict(zip(_NAMES, matrices))
         lent, borrowed = ledger.lent(memory.rank), ledger.borrowed(memory.rank)
         own_MLFH, current, stream = regions.own["lent"], memory.stream(), memory.side_stream()
-        # Allocated on the current stream, which waits for the copies within this pass: no record_stream is needed.
-        weights_MBFH = own_MLFH.new_empty(own_MLFH.size(0), len(borrowed), *own_MLFH.shape[2:])
-        self.weights_MBFH = weights_MBFH if borrowed else None
+        self.weights_MBFH: torch.Tensor | None = None
+        if borrowed:  # allocated on the current stream, which waits for the copies within this pass: no record_stream is needed
+            self.weights_MBFH = own_MLFH.new_empty(own_MLFH.size(0), len(borrowed), *own_MLFH.shape[2:])
         stream.wait_event(decided)
         with memory.on(stream):
+            if lent:
+                peers.copy_experts([expert % ledger.experts_per_rank for expert in lent], matrices, own_MLFH)
+            memory.barrier(channel=1)
+            if self.weights_MBFH is None:
+                self._came["what is lent"] = stream.record_event()
+                return
+            stream.wait_stream(current)  # the memory may be one that the current stream still reads
+            runs = _runs(ledger, borrowed)
             for name in _READ:
-                matrix, place = of_names[name], _NAMES.index(name)
-                if matrix is None:
-                    continue
-                if lent:
-                    torch._foreach_copy_(list(own_MLFH[place, : len(lent)]), [matrix[e % ledger.experts_per_rank] for e in lent])
-                memory.barrier(channel=1)
-                if borrowed and not self._came:  # the memory may be one that the current stream still reads
-                    stream.wait_stream(current)
-                self._copy(weights_MBFH[place], place, borrowed)
-                self._came[name] = stream.record_event()
+                place = _NAMES.index(name)
+                if matrices[place] is not None:
+                    self._copy(self.weights_MBFH[place], place, runs)
+                    self._came[name] = stream.record_event()
 
-    def _copy(self, weights_BFH: torch.Tensor, place: int, borrowed: list[int]) -> None:
-        """By copy engines: those that follow one another here and at their owner in one copy."""
-        for owner, first, here, number in _runs(self._ledger, borrowed):
+    def _copy(self, weights_BFH: torch.Tensor, place: int, runs: list[tuple[int, int, int, int]]) -> None:
+        """By copy engines, each of the `_runs` in one copy."""
+        for owner, first, here, number in runs:
             lent_LFH = self._regions.peers["lent"].of_rank[owner][place]
             weights_BFH[here : here + number].copy_(lent_LFH[first : first + number], non_blocking=True)
 
@@ -210,12 +212,13 @@ class LentGradients(WeightGradients):
         if self._arrived is not None:
             self._memory.stream().wait_event(self._arrived)
         self._memory.barrier()
+        parts_of: dict[torch.Tensor, list[torch.Tensor]] = {}
         for name, made_EFH in self._made.items():
             parts = self._came.pop(name, None) or [self._mapped(name, borrower, place) for _, borrower, place in self._lent]
-            of_experts: dict[int, list[torch.Tensor]] = {}
+            of_experts = {expert: made_EFH[expert] for expert, *_ in self._lent}
             for (expert, *_), part_FH in zip(self._lent, parts):
-                of_experts.setdefault(expert, []).append(part_FH)
-            _add({made_EFH[expert]: of_expert for expert, of_expert in of_experts.items()})
+                parts_of.setdefault(of_experts[expert], []).append(part_FH)
+        _add(parts_of)
 
 
 def _add(parts_of: dict[torch.Tensor, list[torch.Tensor]]) -> None:

@@ -61,8 +61,9 @@ def read(number: int, ranks_WA: torch.Tensor, experts_per_rank: int) -> list[Loa
     """
     if not number:
         return []
-    owners_A = torch.arange(ranks_WA.size(1), dtype=torch.int32, device="cpu") // experts_per_rank
     sources_of: dict[tuple[int, int], list[int]] = {}
-    for source, expert in (ranks_WA != owners_A).nonzero().tolist():
-        sources_of.setdefault((expert, int(ranks_WA[source, expert])), []).append(source)
+    for source, ranks_A in enumerate(ranks_WA.tolist()):
+        for expert, rank in enumerate(ranks_A):
+            if rank != expert // experts_per_rank:
+                sources_of.setdefault((expert, rank), []).append(source)
     return [Loan(expert, borrower, tuple(sources)) for (expert, borrower), sources in sorted(sources_of.items())]

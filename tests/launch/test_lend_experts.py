@@ -114,3 +114,30 @@ def test_experts_follow_in_the_order_in_which_both_ranks_have_them():
     assert [ledger.borrowed(rank) for rank in range(WORLD)] == [[], [], [0, 1, 4], [1]]
     assert ledger.borrowers(1) == [2, 3]
     assert plain_loans.ranks_of(made, WORLD, EACH)[:, 1].tolist() == [2, 0, 2, 3]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("matrices, dtype, shape, misplaced", [
+    (3, torch.bfloat16, (72, 40), 0), (2, torch.float32, (5, 7), 0), (3, torch.float16, (3, 5), 0), (2, torch.bfloat16, (16, 24), 1),
+    (3, torch.bfloat16, (300, 1000), 0), (3, torch.bfloat16, (0, 8), 0)])
+def test_matrices_of_lent_experts_are_copied_in_one_launch(device, matrices, dtype, shape, misplaced):
+    """Of any number of experts, whose matrices do not begin at multiples of 16 bytes; places after the last expert are not written."""
+    if device == "cuda":
+        extension.load()
+    held, room, size = 300, 290, shape[0] * shape[1]
+    held, room = (held, room) if size < 1000 else (9, 5)
+    stacks = [torch.randn(misplaced + held * size, device=device).to(dtype)[misplaced:].view(held, *shape) for _ in range(matrices)]
+    for experts in ([], [held - 1], list(range(held - 1, 0, -1))[:room - 1], list(range(room))):
+        lent_MLFH = torch.full((matrices, room, *shape), float("nan"), dtype=dtype, device=device)
+        peers.copy_experts(experts, [*stacks, None][:3], lent_MLFH)
+        for stack, lent_LFH in zip(stacks, lent_MLFH):
+            assert torch.equal(lent_LFH[: len(experts)], stack[experts]) and bool(lent_LFH[len(experts):].isnan().all())
+
+
+@pytest.mark.gpu
+def test_more_experts_than_there_is_room_for_are_refused():
+    extension.load()
+    stack = torch.zeros(4, 8, 8, dtype=torch.bfloat16, device="cuda")
+    for experts, expected in (([0, 1, 2], "at most 2 experts"), ([4], "experts below 4"), ([-1], "experts below 4")):
+        with pytest.raises(RuntimeError, match=expected):
+            peers.copy_experts(experts, [stack, stack, None], stack.new_empty(2, 2, 8, 8))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import Float8BlockScaling, WeightGradientSink, WeightLayout
 from gbmoe.engines.reference import Reference
 from gbmoe.engines.resolved import Resolved
+from gbmoe.launch import peers
 from gbmoe.parallel import arrival, lent_experts, loans, peer_experts, peer_memory
 from gbmoe.separate_weights import SeparateWeights
 from gbmoe.testing import exact_inputs
@@ -265,8 +266,11 @@ def a_rank_that_failed_while_it_lent_left_others_waiting(rank, world):
     def fails(*_, **__):
         raise MemoryError("none left")
 
+    lenders, borrowers = {loan.expert // (8 // world) for loan in made}, {loan.borrower for loan in made}
+    assert lenders and borrowers
     for failing in (0, world - 1):
-        for of, name in ((lent_experts.Ledger, "lent"), (lent_experts.BorrowedWeights, "_copy"), (lent_experts.BorrowedWeights, "wait"),
+        for of, name in ((lent_experts.Ledger, "lent"), *[(peers, "copy_experts")] * (failing in lenders),
+                         *[(lent_experts.BorrowedWeights, "_copy")] * (failing in borrowers), (lent_experts.BorrowedWeights, "wait"),
                          (lent_experts.LentGradients, "__init__"), (lent_experts.LentGradients, "write"),
                          (lent_experts.LentGradients, "_fetch"), (lent_experts.LentGradients, "settle")):
             with pytest.MonkeyPatch.context() as patch, lending(), pytest.raises((RuntimeError, MemoryError)) as error:
@@ -287,11 +291,10 @@ def copies_of_a_pass_that_was_lost_wrote_to_memory_that_was_free_again(rank, wor
     want, made = run_lending(layer)
     copied = []
 
-    def copies_late(self, weights_BFH, place, borrowed):
+    def copies_late(self, weights_BFH, place, runs):
         torch.cuda._sleep(int(1e8))
-        copy(self, weights_BFH, place, borrowed)
-        if borrowed:
-            copied.append(weights_BFH.shape)
+        copy(self, weights_BFH, place, runs)
+        copied.append(weights_BFH.shape)
 
     def fails(*_):
         dist.barrier()  # each rank has begun its copies
