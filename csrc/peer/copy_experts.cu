@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) copy_experts_kernel(
 // contiguous.
 void copy_experts(std::vector<int64_t> experts, Tensor w1, Tensor w2, std::optional<Tensor> v1, Tensor lent) {
   const torch::stable::accelerator::DeviceGuard guard(lent.get_device_index());
-  const int64_t room = lent.size(1), matrix_bytes = lent.stride(1) * static_cast<int64_t>(lent.element_size());
+  const int64_t room = lent.size(1), matrix_bytes = lent.size(2) * lent.size(3) * static_cast<int64_t>(lent.element_size());
   const auto count = static_cast<int64_t>(experts.size()), matrices = lent.size(0);
   STD_TORCH_CHECK(count <= room, "copy_experts: expected at most ", room, " experts, got ", count);
   STD_TORCH_CHECK(matrices == (v1 ? 3 : 2), "copy_experts: expected lent of ", v1 ? 3 : 2, " matrices, got ", matrices);

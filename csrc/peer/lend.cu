@@ -58,7 +58,7 @@ struct Offer {
 
 // All ranks' rows with the loans so far, and their loads, which are these with what loans cost. In shared memory.
 struct Market {
-  int64_t rows_W[kMostPeers], loads_W[kMostPeers], total;
+  int64_t rows_W[kMostPeers], loads_W[kMostPeers], total, most_before;
   int borrowed_W[kMostPeers], lent_W[kMostPeers];
   int lender, borrower, made;
   Offer offers[kThreads];
@@ -91,6 +91,7 @@ struct Market {
 struct Terms {
   int ranks, each, most;  // a rank holds `each` experts, lends at most so many, and borrows at most so many
   int64_t price;  // the rows that a loan costs both of its ranks
+  int64_t entry;  // the rows by which all loans together have to lower the most load
 };
 
 // The best that a thread finds among its experts of the lender.
@@ -164,7 +165,9 @@ __global__ void __launch_bounds__(kThreads) choose_loans_kernel(
       market.total += rows_W[rank];
     }
     market.find_lender(ranks);
-    market.find_next_borrower(ranks, terms.price);
+    market.most_before = market.loads_W[market.lender];
+    // No load is below the mean then, so that nothing pays where the most rows are less above it.
+    if (market.most_before * ranks - market.total >= terms.entry * ranks) market.find_next_borrower(ranks, terms.price);
   }
   __syncthreads();
   while (market.borrower >= 0) {
@@ -188,6 +191,12 @@ __global__ void __launch_bounds__(kThreads) choose_loans_kernel(
       market.find_next_borrower(ranks, terms.price);
     }
     __syncthreads();
+  }
+  if (market.made && market.most_before - market.loads_W[market.lender] < terms.entry) {
+    for (int expert = threadIdx.x; expert < experts; expert += kThreads) borrowers_A[expert] = 0;
+    for (int i = threadIdx.x; i < ranks * experts; i += kThreads) ranks_WA[i] = i % experts / terms.each;
+    __syncthreads();
+    if (threadIdx.x == 0) market.made = 0;
   }
   if (threadIdx.x == 0) *made = market.made;
   if (threadIdx.x >= 32) return;
@@ -233,8 +242,8 @@ __global__ void __launch_bounds__(kThreads) ids_of_computing_ranks_kernel(
 // ids [S,K] int32 of all ranks' experts, weights float32 [S,K] -> the same of this rank's own and borrowed experts; ranks and local int32
 // [W,A], made int32 [1]. counts int32 [W,A] and borrowers int64 [A] are scratch memory.
 void lend_experts(
-    int64_t experts_per_rank, int64_t most, int64_t price, int64_t rank, Tensor ids, std::optional<Tensor> weights, Tensor counts,
-    Tensor borrowers, Tensor ranks, Tensor local, Tensor made) {
+    int64_t experts_per_rank, int64_t most, int64_t price, int64_t entry, int64_t rank, Tensor ids, std::optional<Tensor> weights,
+    Tensor counts, Tensor borrowers, Tensor ranks, Tensor local, Tensor made) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
   const int64_t world = ranks.size(0), experts = ranks.size(1), slots = ids.numel(), of_rank = slots / world;
   STD_TORCH_CHECK(world <= kMostPeers, "at most ", kMostPeers, " ranks lend each other experts");
@@ -246,7 +255,7 @@ void lend_experts(
       static_cast<unsigned>(std::clamp<int64_t>(ceil_div(of_rank, 4 * kThreads), 1, most_ctas)), static_cast<unsigned>(world));
   count_slots_kernel<<<grid, kThreads, 0, stream>>>(data<const int>(ids), of_rank, static_cast<int>(experts), data<int>(counts));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  const Terms terms{static_cast<int>(world), static_cast<int>(experts_per_rank), static_cast<int>(most), price};
+  const Terms terms{static_cast<int>(world), static_cast<int>(experts_per_rank), static_cast<int>(most), price, entry};
   choose_loans_kernel<<<1, kThreads, 0, stream>>>(
       data<const int>(counts), terms, static_cast<int>(rank), reinterpret_cast<unsigned long long*>(data<int64_t>(borrowers)),
       data<int>(ranks), data<int>(local), data<int>(made));
@@ -267,7 +276,7 @@ void ids_of_computing_ranks(Tensor ids, Tensor ranks, int64_t experts_per_rank, 
 
 GBMOE_OPERATOR(
     lend_experts,
-    "(int experts_per_rank, int most, int price, int rank, Tensor(a!) ids, Tensor(b!)? weights, Tensor(c!) counts, "
+    "(int experts_per_rank, int most, int price, int entry, int rank, Tensor(a!) ids, Tensor(b!)? weights, Tensor(c!) counts, "
     "Tensor(d!) borrowers, Tensor(e!) ranks, Tensor(f!) local, Tensor(g!) made) -> ()");
 GBMOE_OPERATOR(ids_of_computing_ranks, "(Tensor ids, Tensor ranks, int experts_per_rank, Tensor(a!) out) -> ()");
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe.plain import plain_loans, plain_permute, plain_plan
+from gbmoe.plain.plain_loans import Price
 from gbmoe.slot_map import SlotMap
 
 HEADER_NUMBERS = 4  # N
@@ -74,7 +75,7 @@ def collect_slots(ids: PeerRegion, weights: PeerRegion | None, headers: PeerRegi
         headers_WN.copy_(each_WN)
 
 
-def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: int, experts_per_rank: int, most: int, price: int,
+def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: int, experts_per_rank: int, most: int, price: Price,
                  rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Decide which experts ranks lend each other, from the slots that each rank's tokens have of each expert: the same on all ranks.
 
@@ -83,7 +84,7 @@ def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: i
             where another rank computes the slot.
         weights_SK: float32 router weights, which become 0 there, or None.
         most: a rank lends at most so many experts, and borrows at most so many.
-        price: the rows that a loan costs both of its ranks.
+        price: in rows of a rank.
 
     Returns:
         The rank that computes the slots that each rank's tokens have of each expert, int32 [W,A], and the number of loans, int32 [1].
@@ -94,7 +95,7 @@ def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: i
     counts_WA, ranks_WA, local_WA = ids_SK.new_empty(3, ranks, ranks * experts_per_rank).unbind(0)
     borrowers_A = torch.empty(ranks * experts_per_rank, dtype=torch.int64, device=ids_SK.device)
     number_1 = ids_SK.new_empty(1)
-    torch.ops.gbmoe_cuda.lend_experts(experts_per_rank, most, price, rank, ids_SK, weights_SK, counts_WA, borrowers_A, ranks_WA, local_WA,
+    torch.ops.gbmoe_cuda.lend_experts(experts_per_rank, most, *price, rank, ids_SK, weights_SK, counts_WA, borrowers_A, ranks_WA, local_WA,
                                       number_1)
     return ranks_WA, number_1
 

@@ -13,30 +13,33 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe.parallel import automatic_chunks
-from gbmoe.plain.plain_loans import Loan
+from gbmoe.plain.plain_loans import Loan, Price
 
 
 @dataclass(frozen=True)
 class _Cost:
     """What a loan costs its lender or its borrower, of the bytes of an expert's weights: how often they cross a link while nothing is
-    computed, and how often memory reads or writes them; the seconds of its launches; and the products of a row with each matrix."""
+    computed, and how often memory reads or writes them; the seconds of its launches; the products of a row with each matrix; and the
+    seconds that a pass with loans takes longer, however many they are."""
 
     over_links: float
     in_memory: int
     launches: float
     products: int
+    entry: float
 
 
-# Forward waits for w1 and v1, two thirds of the weights, and backward for the last gradient. Launches are as small experts showed them over
-# two H200s (results/h200-x2/gpu-tests.txt): without a backward the host has little time for them.
-_FORWARD = _Cost(2 / 3, 2, 60e-6, 1)
-_TRAINING = _Cost(1.0, 5, 30e-6, 3)
+# Forward waits for w1 and v1, two thirds of the weights, and backward for the last gradient. Launches and the entry are as small
+# experts showed them over two H200s (results/h200-x2/gpu-tests.txt): without a backward the host has little time for them.
+_FORWARD = _Cost(2 / 3, 2, 60e-6, 1, 300e-6)
+_TRAINING = _Cost(1.0, 5, 30e-6, 3, 400e-6)
 
 
 @functools.lru_cache(maxsize=64)
-def price_in_rows(elements: int, itemsize: int, device_type: str, backward: bool) -> int:
-    """The rows that a rank could compute in the time that a loan takes its lender or its borrower, by the speeds of automatic_chunks; 0 on
-    a type of device for which there are none. The same on all ranks, whatever GPUs they have.
+def price_in_rows(elements: int, itemsize: int, device_type: str, backward: bool) -> Price:
+    """The rows that a rank could compute in the time that a loan takes its lender or its borrower, and in that by which loans, however
+    many, lengthen a pass, by the speeds of automatic_chunks; 0 on a type of device for which there are none. The same on all ranks,
+    whatever GPUs they have.
 
     Args:
         elements: of an expert's weights.
@@ -44,11 +47,12 @@ def price_in_rows(elements: int, itemsize: int, device_type: str, backward: bool
         backward: whether there is one.
     """
     if device_type not in automatic_chunks.SPEEDS:
-        return 0
+        return Price()
     gpu, links = automatic_chunks.SPEEDS[device_type]
     cost = _TRAINING if backward else _FORWARD
     loan = cost.launches + elements * itemsize * (cost.over_links / links.exchange + cost.in_memory / gpu.bandwidth)
-    return math.ceil(loan * gpu.flops / (2 * cost.products * elements))
+    rows_a_second = gpu.flops / (2 * cost.products * elements)
+    return Price(math.ceil(loan * rows_a_second), math.ceil(cost.entry * rows_a_second))
 
 
 def read(number: int, ranks_WA: torch.Tensor, experts_per_rank: int) -> list[Loan]:

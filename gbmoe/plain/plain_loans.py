@@ -28,7 +28,18 @@ class Loan(NamedTuple):
     sources: tuple[int, ...]
 
 
-def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: int, experts_per_rank: int, most: int, price: int,
+class Price(NamedTuple):
+    """What loans cost, in rows that a rank could compute meanwhile: `loan` is what each costs both of its ranks, and by `entry` all of them
+    together have to lower the most load of a rank, because a pass with loans takes longer than one without."""
+
+    loan: int = 0
+    entry: int = 0
+
+
+_NOTHING = Price()
+
+
+def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: int, experts_per_rank: int, most: int, price: Price,
                  rank: int) -> tuple[torch.Tensor, int]:
     """As gbmoe.launch.peers.lend_experts, with the number of loans as an int."""
     loans = choose(_counts_of(ids_SK, ranks, ranks * experts_per_rank).tolist(), experts_per_rank, most, price)
@@ -70,8 +81,8 @@ def _local_ids(ids_SK: torch.Tensor, local_WA: torch.Tensor) -> torch.Tensor:
     return torch.where(ids_WX >= 0, local_WA.gather(1, ids_WX.clamp(min=0).long()), -1).view(ids_SK.shape)
 
 
-def choose(counts_WE: Sequence[Sequence[int]], experts_per_rank: int, most: int, price: int = 0) -> list[Loan]:
-    """The loans of a step, by expert and borrower; none where none pays.
+def choose(counts_WE: Sequence[Sequence[int]], experts_per_rank: int, most: int, price: Price = _NOTHING) -> list[Loan]:
+    """The loans of a step, by expert and borrower; none where they do not pay.
 
     As long as that helps, the rank with most rows lends one of its experts to the rank with fewest that can take it. Of its experts that
     one is lent by which fewest rows are left above the mean, for the tokens of whole ranks: the borrower's own first, whose rows then do
@@ -81,11 +92,14 @@ def choose(counts_WE: Sequence[Sequence[int]], experts_per_rank: int, most: int,
         counts_WE: the slots that each rank's tokens have of each expert of all ranks.
         experts_per_rank: rank r holds the experts from r * experts_per_rank on.
         most: a rank lends at most so many experts, and borrows at most so many.
-        price: the rows that a loan costs both of its ranks.
+        price: in rows.
     """
-    market = _Market(counts_WE, experts_per_rank, most, price)
+    market = _Market(counts_WE, experts_per_rank, most, price.loan)
+    most_before = market.most_load()
     while (offer := market.best_offer()) is not None:
         market.agree(offer)
+    if most_before - market.most_load() < price.entry:
+        return []
     return [Loan(expert, borrower, tuple(sorted(sources))) for (expert, borrower), sources in sorted(market.copies.items())]
 
 
@@ -115,6 +129,9 @@ class _Market:
         self._loads, self._total = list(self._rows), sum(self._rows)
         self._left_of: dict[int, list[int]] = {}  # the rows that an expert's own rank computes, by source; of experts that were asked for
         self.copies: dict[tuple[int, int], list[int]] = {}
+
+    def most_load(self) -> int:
+        return max(self._loads)
 
     def best_offer(self) -> _Offer | None:
         """The next loan, or None where the load of the rank with most cannot be lowered."""

@@ -14,10 +14,11 @@ from gbmoe.launch import peers
 from gbmoe.parallel import loans
 from gbmoe.parallel.lent_experts import Ledger
 from gbmoe.plain import plain_loans
-from gbmoe.plain.plain_loans import Loan
+from gbmoe.plain.plain_loans import Loan, Price
 
 WORLD, EACH, TOKENS, TOP_K = 4, 3, 40, 3
 EXPERTS = WORLD * EACH
+FREE = Price()
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.memcheck])]
 
 
@@ -30,7 +31,7 @@ def drawn(seed, world=WORLD, each=EACH, tokens=TOKENS, top_k=TOP_K, skew=0.6):
     return ids_SK
 
 
-def lent(ids_SK, rank, device, world=WORLD, each=EACH, most=2, price=0, weighted=True):
+def lent(ids_SK, rank, device, world=WORLD, each=EACH, most=2, price=FREE, weighted=True):
     """(local ids [S,K], weights [S,K] that were 1 or None, the loans as the host reads them), on the CPU."""
     if device == "cuda":
         extension.load()
@@ -72,7 +73,8 @@ def test_the_kernel_decides_as_its_twin(seed):
     world, each = draw.choice([(1, 4), (2, 4), (2, 64), (3, 5), (4, 32), (8, 1), (8, 16), (8, 300), (64, 4)])
     tokens, top_k = draw.choice([0, 1, 17, 300, 2000]), draw.choice([1, 2, 4])
     ids_SK = drawn(seed, world, each, tokens, top_k, draw.choice([0.0, 0.3, 1.0]))
-    options = dict(world=world, each=each, most=draw.choice([1, 2, 8]), price=draw.choice([0, 0, 3, 50]), weighted=draw.random() < 0.7)
+    options = dict(world=world, each=each, most=draw.choice([1, 2, 8]), weighted=draw.random() < 0.7,
+                   price=Price(draw.choice([0, 0, 3, 50]), draw.choice([0, 0, 5, 100])))
     for rank in {0, world - 1, draw.randrange(world)}:
         expected, got = (lent(ids_SK, rank, device, **options) for device in ("cpu", "cuda"))
         assert got[2] == expected[2] and torch.equal(got[0], expected[0])

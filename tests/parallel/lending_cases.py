@@ -18,6 +18,7 @@ from gbmoe.engines.reference import Reference
 from gbmoe.engines.resolved import Resolved
 from gbmoe.launch import peers
 from gbmoe.parallel import arrival, lent_experts, loans, peer_experts, peer_memory
+from gbmoe.plain.plain_loans import Price
 from gbmoe.separate_weights import SeparateWeights
 from gbmoe.testing import exact_inputs
 from tests.parallel.peer_layers import Layer, case, device, of_gpus, synchronize
@@ -38,7 +39,7 @@ def lending():
     """A loan costs nothing, as on a CPU. Gives a list, to which the loans of each forward are added."""
     made, read = [], loans.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loans, "price_in_rows", lambda *_: 0)
+        patch.setattr(loans, "price_in_rows", lambda *_: Price())
         patch.setattr(loans, "read", lambda *arguments: made.append(read(*arguments)) or made[-1])
         yield made
 

@@ -29,6 +29,7 @@ from gbmoe.layers.dmoe import ParallelDroplessMLP
 from gbmoe.ops import expert_forward_backward
 from gbmoe.parallel import check_passes, loans, pass_agreement, peer_memory, peer_transport, region_rows
 from gbmoe.parallel.notice_board import PassLost
+from gbmoe.plain.plain_loans import Price
 from gbmoe.testing import mapped_files
 from tests import rank_groups
 
@@ -810,7 +811,7 @@ def worker(rank, store, world, device_type, results):
     DEVICE_TYPE, WORLD = device_type, world
     if device_type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-    loans.price_in_rows = lambda *_: 0  # as on a CPU: passes of few tokens would lend nothing
+    loans.price_in_rows = lambda *_: Price()  # as on a CPU: passes of few tokens would lend nothing
     rank_groups.join_and_map_memory(rank, world, store, device_type)
     for name, function in CASES.items():
         if device_type == "cpu" and name in GPUS_ALONE:

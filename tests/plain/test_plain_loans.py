@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gbmoe.plain.plain_loans import Loan, choose
+from gbmoe.plain.plain_loans import Loan, Price, choose
 
 
 def loads(counts_WE, each, made, price=0):
@@ -36,14 +36,14 @@ def drawn(seed):
     world, each = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 5, 16])
     popular = [draw.paretovariate(1) for _ in range(world * each)]
     counts_WE = [[int(draw.random() * draw.choice([0, 30, 30]) * p) for p in popular] for _ in range(world)]
-    return counts_WE, each, draw.choice([1, 2, 4]), draw.choice([0, 0, 10, 100])
+    return counts_WE, each, draw.choice([1, 2, 4]), Price(draw.choice([0, 0, 10, 100]))
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_properties_of_any_choice(seed):
     counts_WE, each, most, price = drawn(seed)
     made = choose(counts_WE, each, most, price)
-    before, after = loads(counts_WE, each, []), loads(counts_WE, each, made, price)
+    before, after = loads(counts_WE, each, []), loads(counts_WE, each, made, price.loan)
     assert max(after) <= max(before) and (not made or max(after) < max(before) or before.count(max(before)) > 1)
     assert sum(loads(counts_WE, each, made)) == sum(before)
     for rank in range(len(counts_WE)):
@@ -55,7 +55,10 @@ def test_properties_of_any_choice(seed):
         assert loan.borrower != loan.expert // each and loan.sources
         assert all(counts_WE[w][loan.expert] for w in loan.sources)
     assert made == sorted(made) and made == choose([tuple(of_E) for of_E in counts_WE], each, most, price)
-    assert choose(counts_WE, each, 0, price) == [] and choose(counts_WE, each, most, max(before)) == []
+    assert choose(counts_WE, each, 0, price) == [] and choose(counts_WE, each, most, Price(max(before))) == []
+    lower = max(before) - max(after)
+    for entry, expected in ((lower, made), (lower + 1, [])):
+        assert choose(counts_WE, each, most, price._replace(entry=entry)) == expected
 
 
 def test_some_of_these_draws_have_loans_and_others_none():
@@ -91,8 +94,16 @@ def test_the_borrowers_own_tokens_come_first_and_then_others_in_rank_order():
 
 def test_a_loan_has_to_pay_its_price():
     counts_WE = [[50, 0], [50, 0]]
-    assert choose(counts_WE, 1, 1, price=49) == [Loan(0, 1, (1,))]
-    assert choose(counts_WE, 1, 1, price=50) == []
+    assert choose(counts_WE, 1, 1, Price(49)) == [Loan(0, 1, (1,))]
+    assert choose(counts_WE, 1, 1, Price(50)) == []
+
+
+def test_few_loans_made_a_step_slower_than_none():
+    """What they lower the most load by is compared once for all of them: a pass with loans takes longer, however many they are."""
+    counts_WE = [[30, 30, 30, 0, 0, 0], [30, 30, 30, 0, 0, 0]]
+    made = choose(counts_WE, 3, 3, Price(5))
+    assert len(made) == 2 and loads(counts_WE, 3, made, 5) == [100, 100]
+    assert choose(counts_WE, 3, 3, Price(5, 80)) == made and choose(counts_WE, 3, 3, Price(5, 81)) == []
 
 
 def test_one_row_pays_where_a_loan_costs_nothing():
@@ -107,6 +118,6 @@ def test_a_rank_below_the_mean_lent_more():
 def test_a_loan_that_grows_was_paid_for_twice():
     """The first source's only row follows for nothing when the other ranks have lent and borrowed, and levels what that left."""
     counts_WE = [[1, 0, 0], [7, 11, 0], [8, 2, 0]]
-    made = choose(counts_WE, 1, 1, price=1)
+    made = choose(counts_WE, 1, 1, Price(1))
     assert made == [Loan(0, 2, (0, 2)), Loan(1, 0, (2,))]
     assert loads(counts_WE, 1, made, price=1) == [11, 12, 10]
