@@ -239,29 +239,31 @@ __global__ void __launch_bounds__(kThreads) ids_of_computing_ranks_kernel(
 
 }  // namespace
 
-// ids [S,K] int32 of all ranks' experts, weights float32 [S,K] -> the same of this rank's own and borrowed experts; ranks and local int32
-// [W,A], made int32 [1]. counts int32 [W,A] and borrowers int64 [A] are scratch memory.
+// ids [S,K] int32 of all ranks' experts, weights float32 [S,K] -> the same of this rank's own and borrowed experts; decided int32 [1 + W * A],
+// the number of loans and who computes each rank's slots of each expert. scratch is int64 [A + W * A].
 void lend_experts(
-    int64_t experts_per_rank, int64_t most, int64_t price, int64_t entry, int64_t rank, Tensor ids, std::optional<Tensor> weights,
-    Tensor counts, Tensor borrowers, Tensor ranks, Tensor local, Tensor made) {
+    int64_t world, int64_t experts_per_rank, int64_t most, int64_t price, int64_t entry, int64_t rank, Tensor ids,
+    std::optional<Tensor> weights, Tensor scratch, Tensor decided) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
-  const int64_t world = ranks.size(0), experts = ranks.size(1), slots = ids.numel(), of_rank = slots / world;
+  const int64_t experts = world * experts_per_rank, slots = ids.numel(), of_rank = slots / world;
+  auto* borrowers_A = data<unsigned long long>(scratch);
+  int* counts_WA = reinterpret_cast<int*>(borrowers_A + experts);
+  int* local_WA = counts_WA + world * experts;
   STD_TORCH_CHECK(world <= kMostPeers, "at most ", kMostPeers, " ranks lend each other experts");
   STD_TORCH_CHECK(world * experts <= INT_MAX, "at most ", INT_MAX, " numbers of all ranks and experts");
   const cudaStream_t stream = current_stream(ids);
-  STD_CUDA_CHECK(cudaMemsetAsync(counts.data_ptr(), 0, counts.numel() * sizeof(int), stream));
+  STD_CUDA_CHECK(cudaMemsetAsync(counts_WA, 0, world * experts * sizeof(int), stream));
   const int64_t most_ctas = ceil_div(2 * multiprocessors(ids.get_device_index()), world);
   const dim3 grid(
       static_cast<unsigned>(std::clamp<int64_t>(ceil_div(of_rank, 4 * kThreads), 1, most_ctas)), static_cast<unsigned>(world));
-  count_slots_kernel<<<grid, kThreads, 0, stream>>>(data<const int>(ids), of_rank, static_cast<int>(experts), data<int>(counts));
+  count_slots_kernel<<<grid, kThreads, 0, stream>>>(data<const int>(ids), of_rank, static_cast<int>(experts), counts_WA);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   const Terms terms{static_cast<int>(world), static_cast<int>(experts_per_rank), static_cast<int>(most), price, entry};
   choose_loans_kernel<<<1, kThreads, 0, stream>>>(
-      data<const int>(counts), terms, static_cast<int>(rank), reinterpret_cast<unsigned long long*>(data<int64_t>(borrowers)),
-      data<int>(ranks), data<int>(local), data<int>(made));
+      counts_WA, terms, static_cast<int>(rank), borrowers_A, data<int>(decided) + 1, local_WA, data<int>(decided));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   number_slots_kernel<<<ctas_of(std::max<int64_t>(slots, 1)), kThreads, 0, stream>>>(
-      data<const int>(local), slots, of_rank, static_cast<int>(experts), data<int>(ids), data<float>(weights));
+      local_WA, slots, of_rank, static_cast<int>(experts), data<int>(ids), data<float>(weights));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -276,8 +278,8 @@ void ids_of_computing_ranks(Tensor ids, Tensor ranks, int64_t experts_per_rank, 
 
 GBMOE_OPERATOR(
     lend_experts,
-    "(int experts_per_rank, int most, int price, int entry, int rank, Tensor(a!) ids, Tensor(b!)? weights, Tensor(c!) counts, "
-    "Tensor(d!) borrowers, Tensor(e!) ranks, Tensor(f!) local, Tensor(g!) made) -> ()");
+    "(int ranks, int experts_per_rank, int most, int price, int entry, int rank, Tensor(a!) ids, Tensor(b!)? weights, "
+    "Tensor(c!) scratch, Tensor(d!) decided) -> ()");
 GBMOE_OPERATOR(ids_of_computing_ranks, "(Tensor ids, Tensor ranks, int experts_per_rank, Tensor(a!) out) -> ()");
 
 }  // namespace gbmoe

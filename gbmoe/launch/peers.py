@@ -76,7 +76,7 @@ def collect_slots(ids: PeerRegion, weights: PeerRegion | None, headers: PeerRegi
 
 
 def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: int, experts_per_rank: int, most: int, price: Price,
-                 rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+                 rank: int) -> torch.Tensor:
     """Decide which experts ranks lend each other, from the slots that each rank's tokens have of each expert: the same on all ranks.
 
     Args:
@@ -87,17 +87,16 @@ def lend_experts(ids_SK: torch.Tensor, weights_SK: torch.Tensor | None, ranks: i
         price: in rows of a rank.
 
     Returns:
-        The rank that computes the slots that each rank's tokens have of each expert, int32 [W,A], and the number of loans, int32 [1].
+        int32 [1 + W * A]: the number of loans, and the rank that computes the slots that each rank's tokens have of each expert.
     """
     if ids_SK.device.type != "cuda":
         ranks_WA, number = plain_loans.lend_experts(ids_SK, weights_SK, ranks, experts_per_rank, most, price, rank)
-        return ranks_WA, ranks_WA.new_tensor([number])
-    counts_WA, ranks_WA, local_WA = ids_SK.new_empty(3, ranks, ranks * experts_per_rank).unbind(0)
-    borrowers_A = torch.empty(ranks * experts_per_rank, dtype=torch.int64, device=ids_SK.device)
-    number_1 = ids_SK.new_empty(1)
-    torch.ops.gbmoe_cuda.lend_experts(experts_per_rank, most, *price, rank, ids_SK, weights_SK, counts_WA, borrowers_A, ranks_WA, local_WA,
-                                      number_1)
-    return ranks_WA, number_1
+        return torch.cat([ranks_WA.new_tensor([number]), ranks_WA.flatten()])
+    experts = ranks * experts_per_rank
+    decided = ids_SK.new_empty(1 + ranks * experts)
+    scratch = torch.empty(experts + ranks * experts, dtype=torch.int64, device=ids_SK.device)
+    torch.ops.gbmoe_cuda.lend_experts(ranks, experts_per_rank, most, *price, rank, ids_SK, weights_SK, scratch, decided)
+    return decided
 
 
 def copy_experts(experts: Sequence[int], matrices: Sequence[torch.Tensor | None], lent_MLFH: torch.Tensor) -> None:

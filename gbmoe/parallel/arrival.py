@@ -181,7 +181,7 @@ class Arrival:
         self._plan_rows(headers_WN)
         numbers = [headers_WN.flatten(), self._plan.offsets_E1]
         if where.loans:
-            numbers += [self._loans_1, self._ranks_WA.flatten()]
+            numbers.append(self._decision)
             self.decided = memory.stream().record_event()
         self._on_host = HostCopy(torch.cat(numbers))
         # The tokens are published while the headers travel to the host.
@@ -204,7 +204,7 @@ class Arrival:
         if where.loans:
             elements = math.prod(self._lent_MLFH) // where.loans
             price = loans.price_in_rows(elements, self._x_TH.element_size(), self._x_TH.device.type, self._records)
-            self._ranks_WA, self._loans_1 = peers.lend_experts(
+            self._decision = peers.lend_experts(
                 ids_SK, self._weights_SK, layout.ranks, where.experts_per_rank, where.loans, price, self._memory.rank)
         if where.rows is not None:
             room = self._together(math.ceil(where.rows * layout.tokens * layout.top_k * where.shards))
@@ -262,7 +262,8 @@ class Arrival:
         if made:
             self._ledger = Ledger(tuple(made), where.experts_per_rank)
             self._experts += len(self._ledger.borrowed(memory.rank))
-            self.ids_TK = peers.ids_of_computing_ranks(self.ids_TK, self._ranks_WA[memory.rank], where.experts_per_rank)
+            ranks_A = self._decision[1 + memory.rank * where.experts :][: where.experts]
+            self.ids_TK = peers.ids_of_computing_ranks(self.ids_TK, ranks_A, where.experts_per_rank)
 
     def _bounded(self) -> Arrived:
         layout, windows = self._regions.layout, self._windows

@@ -32,7 +32,7 @@ class _Cost:
 # Forward waits for w1 and v1, two thirds of the weights, and backward for the last gradient. Launches and the entry are as small
 # experts showed them over two H200s (results/h200-x2/gpu-tests.txt): without a backward the host has little time for them.
 _FORWARD = _Cost(2 / 3, 2, 60e-6, 1, 300e-6)
-_TRAINING = _Cost(1.0, 5, 30e-6, 3, 400e-6)
+_TRAINING = _Cost(1.0, 5, 10e-6, 3, 400e-6)
 
 
 @functools.lru_cache(maxsize=64)

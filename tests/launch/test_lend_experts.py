@@ -37,10 +37,10 @@ def lent(ids_SK, rank, device, world=WORLD, each=EACH, most=2, price=FREE, weigh
         extension.load()
     ids_SK = ids_SK.to(device, copy=True)
     weights_SK = torch.ones(ids_SK.shape, dtype=torch.float32, device=device) if weighted else None
-    ranks_WA, number_1 = peers.lend_experts(ids_SK, weights_SK, world, each, most, price, rank)
-    assert ranks_WA.shape == (world, world * each) and ranks_WA.dtype == number_1.dtype == torch.int32
-    made = loans.read(int(number_1), ranks_WA.cpu(), each)
-    assert len(made) == int(number_1)
+    decided = peers.lend_experts(ids_SK, weights_SK, world, each, most, price, rank).cpu()
+    assert decided.shape == (1 + world * world * each,) and decided.dtype == torch.int32
+    made = loans.read(int(decided[0]), decided[1:].view(world, -1), each)
+    assert len(made) == int(decided[0])
     return ids_SK.cpu(), None if weights_SK is None else weights_SK.cpu(), made
 
 
