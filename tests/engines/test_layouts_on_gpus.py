@@ -1,5 +1,7 @@
 """Layers whose shapes take each way of the Hopper and tensor_core engines, with weights in every layout, against the separate layout's."""
 
+import gc
+
 import pytest
 import torch
 
@@ -53,6 +55,7 @@ def allocated(shape, layout):
     grad = exact_inputs.exact_values(shape[0], shape[3], device=CUDA, dtype=torch.bfloat16, seed=8)
     of_inputs(*made, layout, grad)  # what is kept for later calls
     torch.cuda.synchronize()
+    gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
     of_inputs(*made, layout, grad)
@@ -141,10 +144,11 @@ def test_float8_in_another_layout_took_more_memory(layout, recipe):
 
     def peak(layout):
         gradients((50000, 4, 2, 512, 512), layout, "auto", fp8_recipe=recipe)  # what is kept for later calls
-        before = torch.cuda.memory_allocated()
+        gc.collect()  # or what is freed meanwhile is missing from the peak
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()
         gradients((50000, 4, 2, 512, 512), layout, "auto", fp8_recipe=recipe)
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
     # The test's own weights of another layout are copies, of 6 MiB; one tensor [P,F] has 70.
     assert peak(layout) <= peak(WeightLayout()) + (16 << 20)
