@@ -37,7 +37,7 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 # tensor_core/ from 8.0 on.
 _SECONDS = {"router/softmax_topk_forward.cu": (5.0, 30.0), "router/softmax_topk_backward.cu": (4.0, 10.0),
             "router/any_function_forward.cu": (4.0, 12.0), "router/any_function_backward.cu": (4.0, 8.0),
-            "": (2.0, 5.0), "tensor_core": (5.0, 25.0), "hopper": (0.0, 21.0)}
+            "": (3.0, 3.0), "tensor_core": (5.0, 25.0), "hopper": (0.0, 21.0)}
 _LINK_SECONDS = 3.0
 
 
