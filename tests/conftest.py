@@ -83,12 +83,12 @@ def pairs(combinations: list[tuple]) -> set[int]:
 
 
 def pytest_collection_finish(session):
-    """In a process of pytest-xdist: those of a group must be known by it, or several processes start what the group shares."""
+    """In a process of pytest-xdist, those of a group must be known by it, or several processes start what the group shares."""
     if getattr(session.config.option, "loadgroup", False):
         apart = [item.nodeid for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
         if apart:
             raise pytest.UsageError(f"pytest {pytest.__version__} and this pytest-xdist would not keep groups together: {apart[0]}")
-    # What is there now stays: tests and modules are so many objects that looking through them again took a fifth of a core's time.
+    # What is there now stays: modules and tests are so many objects that to look through them again and again took a fifth of the time.
     gc.collect()
     gc.freeze()
 
