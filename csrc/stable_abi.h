@@ -1,9 +1,9 @@
-// The headers of torch's stable ABI, which are included here alone: what they cost, every file of csrc/ pays.
+// The headers of torch's stable ABI that all files of csrc/ share, and what they cost each of them.
 
 #pragma once
 
-// For nvcc torch's complex numbers take Thrust's, which takes a third of the time of a file with few kernels and serves none. The files that
-// complex.h includes come first, so that they are as usual: all of them are included once.
+// For nvcc torch's complex numbers take Thrust's, a third of the time of a file with few kernels, of which none uses them. The files that
+// complex.h includes come first, so that they are as usual: each is included once.
 #include <complex>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) choose_loans_kernel(
     }
     market.find_lender(ranks);
     market.most_before = market.loads_W[market.lender];
-    // No load is below the mean then, so that nothing pays where the most rows are less above it.
+    // Loans cannot lower the most load below the mean: where it is less than `entry` above that, they do not pay.
     if (market.most_before * ranks - market.total >= terms.entry * ranks) market.find_next_borrower(ranks, terms.price);
   }
   __syncthreads();
